@@ -1,0 +1,10 @@
+module example.com/grpcretry/tools/protoc-gen-go-grpc
+
+go 1.25.0
+
+tool google.golang.org/grpc/cmd/protoc-gen-go-grpc
+
+require (
+	google.golang.org/grpc/cmd/protoc-gen-go-grpc v1.6.1 // indirect
+	google.golang.org/protobuf v1.36.11 // indirect
+)
