@@ -323,6 +323,25 @@ func TestThrottleHerd(t *testing.T) {
 	}
 }
 
+// Under full contention every failure and every success is counted once.
+func TestThrottleCountsUnderContention(t *testing.T) {
+	th := mustThrottle(t, 1000, 1)
+	record(th, OutcomeFailure, 300)
+	var wg sync.WaitGroup
+	for range 8 {
+		wg.Go(func() {
+			for range 200_000 { // never near 0 or 1000
+				th.Record(OutcomeFailure)
+				th.Record(OutcomeOK)
+			}
+		})
+	}
+	wg.Wait()
+	if got := th.state().Tokens; got != 700 {
+		t.Errorf("%v tokens after as many failures as successes, want 700 as before", got)
+	}
+}
+
 // Step by step the throttle must do what the plain rules say. Ratios of whole
 // eighths are exact both in thousandths and in the model's floating point.
 func TestThrottleAgainstModel(t *testing.T) {
