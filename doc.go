@@ -1,1 +1,61 @@
+// Package grpcretry retries gRPC calls: safely by default, bounded by a budget,
+// aware of the deadline, and visible in traces.
+//
+//	retry, err := grpcretry.New(
+//		grpcretry.WithIdempotent("orders.v1.Catalog/*"),
+//		grpcretry.WithMethodPolicy("/orders.v1.Orders/Get", grpcretry.Policy{
+//			MaxAttempts: 4, AttemptTimeout: 200 * time.Millisecond,
+//			Idempotency: grpcretry.Idempotent,
+//		}),
+//	)
+//	conn, err := grpc.NewClient(target, append(retry.DialOptions(), grpc.WithTransportCredentials(creds))...)
+//
+// # What it guarantees
+//
+//   - A method that is not known to be idempotent is repeated only after an
+//     attempt that provably never reached a server. The text of an error never
+//     counts as proof.
+//   - The extra load is bounded by a token bucket for each target that only
+//     successful calls fill; see [TokenBudget]. While nothing succeeds, one retry a
+//     minute remains.
+//   - A wait that does not fit what is left of the deadline does not begin: the
+//     server's own error comes back at once.
+//   - The caller sees one call: reply, header, trailer, peer, OnFinish and status
+//     are those of the attempt that is returned.
+//   - Each attempt leaves one event, grpcretry.attempt, on the OpenTelemetry span
+//     in the caller's context. It says what happened, and why another attempt did
+//     or did not follow.
+//   - Nothing outlives its call.
+//   - A call that succeeds at once allocates nothing here.
+//
+// # What is not retried
+//
+// Status codes outside the policy's set (by default UNAVAILABLE, and
+// RESOURCE_EXHAUSTED that the server sent with a hint when to come back); calls
+// that may have reached the server, of methods that nobody declared idempotent;
+// errors by which the server asks for no retry (grpc-retry-pushback-ms: -1); and
+// whatever would exceed MaxAttempts, the deadline or the budget.
+// [Retrier.Explain] tells the policy in force for a method and where each part
+// of it comes from. The rules, in the order in which they are asked, are the
+// [Reason] constants.
+//
+// A method counts as idempotent when its .proto declares an idempotency_level,
+// when [WithIdempotent] or a policy's Idempotency says so, or when the
+// retryPolicy in the ClientConn's service config names it or its service.
+//
+// # Beside gRPC's own retries
+//
+// [Retrier.DialOptions] switches gRPC's own retries off, because they would
+// multiply with these; the retryPolicy that the service config holds for a
+// method is followed here instead. gRPC's transparent retries, of streams that
+// never left the client or that the server refused, stay on. Retry policies
+// which xDS delivers cannot be seen by an interceptor.
+//
+// # The order of interceptors
+//
+// The interceptor should come after those that are meant to see one call
+// (logging, metrics of calls) and before those that are meant to see every
+// attempt (per-attempt authentication). Where two Retriers meet in one chain
+// the outer one retries, and the inner one passes its attempts through.
+//
 package grpcretry

@@ -1,0 +1,550 @@
+package grpcretry
+
+import (
+	"context"
+	"crypto/rand"
+	"math"
+	randv2 "math/rand/v2"
+	"slices"
+	"strconv"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/connectivity"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
+)
+
+const (
+	attemptsHeader = "grpc-previous-rpc-attempts" // gRFC A6, "Exposed Retry Metadata"
+	keyHeader      = "idempotency-key"
+)
+
+// call is the state of one call, from the moment it is made until its result
+// goes out. It belongs to the caller's goroutine; only what is in its
+// destinations is written by grpc.
+//
+// Life of an attempt: start -> the attempt runs -> end, which decides -> wait,
+// or finish.
+type call struct {
+	r           *Retrier
+	ctx         context.Context // the caller's
+	base        context.Context // ctx, with the idempotency key if one is sent
+	cc          *grpc.ClientConn
+	target      *target
+	budget      Budget
+	method      *method
+	policy      *Policy
+	source      Source
+	idempotency Idempotency
+	idemSource  Source
+	disabled    bool
+	consulted   bool // the ClientConn's service config was asked
+	observed    bool // somebody wants to know about every attempt
+	copies      bool // the caller passed destinations or OnFinish
+	header      bool // the caller wants the header
+	waitReady   bool
+	request     any
+	opts        []grpc.CallOption // the caller's, never written to
+	report      *Report
+	trace       callTrace
+
+	started time.Time
+	due     time.Time // the end of the call's own Timeout
+	parent  time.Time // the deadline of the caller's context
+
+	number  int // attempts begun
+	counted int // of these, such as count against MaxAttempts
+	begun   time.Time
+	cutoff  time.Time // the end of the attempt's own timeout, if that comes before the call's deadline
+	cancel  context.CancelFunc
+	dest    *destinations
+
+	retries  int           // since the last pushback, for the backoff
+	previous time.Duration // the last backoff
+	reauthed bool
+	grant    Grant
+	granted  grantState
+
+	attempts []Attempt // at most maxAttemptsKept
+	dropped  int
+	balance  float64 // the budget's, at the last decision
+	pending  bool    // the last attempt's event is not yet emitted
+	cut      error   // the context's error that ended a wait
+	done     bool
+
+	first  destinations
+	inline [2]Attempt
+}
+
+// grantState says what still has to be done with a call's grant.
+type grantState uint8
+
+const (
+	grantNone     grantState = iota
+	grantReserved            // waiting: Release if nothing comes of it
+	grantStarted             // its attempt runs: Settle
+)
+
+// destinations are what one attempt lets grpc write to. An attempt that was
+// given up can still write, so no other attempt may share them.
+type destinations struct {
+	peer    peer.Peer
+	header  metadata.MD
+	trailer metadata.MD
+	reached atomic.Bool // grpc saw our options
+	probe   grpc.OnFinishCallOption
+	opts    []grpc.CallOption
+	inline  [8]grpc.CallOption
+}
+
+func (d *destinations) sawPeer() bool { return d.peer.Addr != nil || d.peer.AuthInfo != nil }
+
+// begin sets up a call. It returns nil where another Retrier further out
+// already has the call in its care, and an error for a bad edit of the policy.
+func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientConn, opts []grpc.CallOption) (*call, error) {
+	c := r.calls.Get().(*call)
+	c.ctx, c.base, c.cc, c.opts = ctx, ctx, cc, opts
+	key, hasKey, edits := "", false, 0
+	for _, o := range opts {
+		switch o := o.(type) {
+		case takenOption:
+			c.recycle()
+			return nil, nil
+		case grpc.HeaderCallOption:
+			c.header, c.copies = true, true
+		case grpc.TrailerCallOption, grpc.PeerCallOption, grpc.OnFinishCallOption:
+			c.copies = true
+		case grpc.FailFastCallOption:
+			c.waitReady = !o.FailFast
+		case callPolicyOption:
+			edits++
+		case withoutRetryOption:
+			c.disabled = true
+		case reportOption:
+			c.report = o.report
+		case keyOption:
+			key, hasKey = o.key, true
+		}
+	}
+	c.method = r.set.Load().lookup(fullMethod)
+	c.policy, c.source = c.method.policy, c.method.source
+	c.idempotency, c.idemSource = c.method.idempotency, c.method.idemSource
+	if edits > 0 {
+		c.consultResolver()
+		if err := c.edit(); err != nil {
+			return nil, err
+		}
+	}
+	c.disabled = c.disabled || c.policy.MaxAttempts == 1
+	if hasKey || c.idempotency == Keyed {
+		c.sendKey(key)
+	}
+	c.target = r.targets.of(cc)
+	c.budget = c.target.budget
+	c.started = time.Now()
+	c.parent, _ = ctx.Deadline()
+	if c.policy.Timeout > 0 {
+		c.due = c.started.Add(c.policy.Timeout)
+	}
+	c.trace.begin(ctx)
+	c.observed = c.report != nil || len(r.hooks) > 0 || c.trace.recording
+	c.budget.Enter()
+	return c, nil
+}
+
+// edit applies the call's own edits to a copy of the policy in force.
+func (c *call) edit() error {
+	p := *c.policy
+	f := faults{where: "WithCallPolicy: "}
+	p.Idempotency = c.idempotency
+	for _, o := range c.opts {
+		if o, ok := o.(callPolicyOption); ok {
+			if o.edit == nil {
+				f.add("callback is nil, want a function")
+				continue
+			}
+			o.edit(&p)
+		}
+	}
+	p.validate(&f)
+	if err := f.err(); err != nil {
+		return status.Error(codes.Internal, err.Error())
+	}
+	if p.Idempotency != c.idempotency {
+		c.idempotency, c.idemSource = p.Idempotency, SourceCall
+	}
+	p = p.withDefaults()
+	c.policy, c.source = &p, SourceCall
+	return nil
+}
+
+// sendKey puts the idempotency key into the metadata of every attempt. A key
+// of the caller's own stays.
+func (c *call) sendKey(key string) {
+	if md, ok := metadata.FromOutgoingContext(c.ctx); ok && len(md.Get(keyHeader)) > 0 {
+		return
+	}
+	if key == "" {
+		key = rand.Text()
+	}
+	c.base = metadata.AppendToOutgoingContext(c.ctx, keyHeader, key)
+}
+
+// start begins the next attempt and gives what to call it with. Its context
+// descends from the caller's, never from that of an earlier attempt.
+func (c *call) start() (context.Context, []grpc.CallOption) {
+	c.number++
+	ctx := c.base
+	c.begun, c.dest = c.started, &c.first
+	if c.number > 1 {
+		c.begun, c.dest = time.Now(), new(destinations)
+		ctx = withPreviousAttempts(ctx, c.number-1)
+	}
+	if c.granted == grantReserved {
+		c.granted = grantStarted
+	}
+	end := c.due
+	c.cutoff = time.Time{}
+	if t := c.policy.AttemptTimeout; t > 0 {
+		if own := c.begun.Add(t); own.Equal(earlier(own, earlier(c.due, c.parent))) {
+			c.cutoff, end = own, own
+		}
+	}
+	if !end.IsZero() && end.Equal(earlier(end, c.parent)) {
+		ctx, c.cancel = context.WithDeadline(ctx, end)
+	}
+	return ctx, c.options()
+}
+
+// options are the caller's call options without the destinations and OnFinish,
+// which the call serves itself at its end, and with the attempt's own.
+func (c *call) options() []grpc.CallOption {
+	d := c.dest
+	out := d.inline[:0]
+	for _, o := range c.opts {
+		switch o.(type) {
+		case grpc.HeaderCallOption, grpc.TrailerCallOption, grpc.PeerCallOption, grpc.OnFinishCallOption,
+			callPolicyOption, withoutRetryOption, reportOption, keyOption:
+			continue
+		}
+		out = append(out, o)
+	}
+	out = append(out, takenOption{}, grpc.PeerCallOption{PeerAddr: &d.peer}, grpc.TrailerCallOption{TrailerAddr: &d.trailer})
+	if c.header {
+		out = append(out, grpc.HeaderCallOption{HeaderAddr: &d.header})
+	}
+	if c.method.proven.Load() != c.target {
+		if d.probe.OnFinish == nil {
+			d.probe.OnFinish = func(error) { d.reached.Store(true) }
+		}
+		out = append(out, d.probe)
+	}
+	d.opts = out
+	return out
+}
+
+// end takes the result of the attempt, decides what follows, and reports
+// whether another attempt may, for which it is to wait.
+func (c *call) end(err error) bool {
+	c.stopTimer()
+	c.settle(err == nil)
+	proven := c.prove(err)
+	if err == nil {
+		if c.number == 1 {
+			c.budget.Record(OutcomeOK)
+		} else {
+			c.budget.Record(OutcomeExtraOK)
+		}
+		if !c.observed {
+			return false
+		}
+	}
+	now := time.Now()
+	f := c.facts(err, now, proven)
+	d := decide(&f, c.retryIf, c.backoff)
+	if d.failure {
+		c.budget.Record(OutcomeFailure)
+	}
+	if d.retry {
+		if grant, ok := c.budget.Reserve(d.cost); ok {
+			c.grant, c.granted = grant, grantReserved
+			c.advance(&f, d)
+		} else {
+			d = decision{reason: ReasonBudgetExhausted}
+		}
+	}
+	if c.trace.recording {
+		c.balance = c.budget.Balance()
+	}
+	c.tell(d)
+	return d.retry
+}
+
+// stopTimer releases the attempt's context.
+func (c *call) stopTimer() {
+	if c.cancel != nil {
+		c.cancel()
+		c.cancel = nil
+	}
+}
+
+// settle ends the grant by which the attempt was made.
+func (c *call) settle(won bool) {
+	if c.granted == grantStarted {
+		c.budget.Settle(c.grant, won)
+	}
+	c.granted = grantNone
+}
+
+// prove learns from the attempt whether our call options reach grpc, and
+// reports whether a missing peer proves anything. Until a call of this method
+// to this target has shown a peer, the attempt's own OnFinish must have run; a
+// success without a peer shows that an interceptor further in drops options.
+func (c *call) prove(err error) bool {
+	known := c.method.proven.Load() == c.target
+	switch {
+	case c.dest.sawPeer():
+		if !known {
+			c.method.proven.Store(c.target)
+		}
+	case err == nil && c.target.distrusted.CompareAndSwap(false, true):
+		c.r.logSwallowed(c)
+	}
+	return (known || c.dest.reached.Load()) && !c.target.distrusted.Load()
+}
+
+// facts collects what the ladder looks at, and fills in the record of the attempt.
+func (c *call) facts(err error, now time.Time, proven bool) facts {
+	d := c.dest
+	f := facts{
+		outcome:    classify(err, sighting{peer: d.sawPeer(), options: proven, trailer: d.trailer}, passed(c.cutoff, now)),
+		parentDone: c.ctx.Err() != nil || passed(c.parent, now),
+		disabled:   c.disabled,
+		reauthed:   c.reauthed,
+	}
+	if err != nil {
+		c.consultResolver()
+		if c.cc != nil {
+			state := c.cc.GetState()
+			f.closed, f.ready = state == connectivity.Shutdown, state == connectivity.Ready
+		}
+	}
+	if !c.waitReady || f.evidence != Unsent {
+		c.counted++
+	}
+	deadline := earlier(c.parent, c.due)
+	f.policy, f.idempotency, f.attempts = c.policy, c.idempotency, c.counted
+	f.timeUp = passed(c.due, now)
+	f.hasDeadline, f.remaining = !deadline.IsZero(), left(deadline, now)
+	a := c.keep()
+	*a = Attempt{
+		Method: c.method.name, Target: c.target.name, Number: c.number,
+		Start: c.begun, Duration: now.Sub(c.begun),
+		Err: err, Code: f.code, Evidence: f.evidence, Peer: d.peer.Addr,
+		Remaining: f.remaining,
+	}
+	if err != nil {
+		a.Trailer = d.trailer
+	}
+	return f
+}
+
+// keep makes room for the attempt in the list, whose last entry gives way once
+// the list is full.
+func (c *call) keep() *Attempt {
+	if len(c.attempts) == maxAttemptsKept {
+		c.dropped++
+	} else {
+		if c.attempts == nil {
+			c.attempts = c.inline[:0]
+		}
+		c.attempts = append(c.attempts, Attempt{})
+	}
+	return c.last()
+}
+
+func (c *call) last() *Attempt { return &c.attempts[len(c.attempts)-1] }
+
+func (c *call) retryIf() Verdict {
+	if c.policy.RetryIf == nil {
+		return VerdictDefault
+	}
+	return c.policy.RetryIf(*c.last())
+}
+
+func (c *call) backoff() time.Duration {
+	c.previous = c.policy.Backoff.next(c.retries+1, c.previous, c.last(), randv2.Float64)
+	return c.previous
+}
+
+// advance notes what the next decision has to know about this retry.
+func (c *call) advance(f *facts, d decision) {
+	c.retries++
+	if d.source == DelayPushback {
+		c.retries, c.previous = 0, 0 // gRFC A6: the backoff begins anew
+	}
+	if f.code == codes.Unauthenticated {
+		c.reauthed = true
+	}
+}
+
+// tell lets everybody who wants to know hear of the decision. The span event of
+// an attempt that another is to follow waits until it does, because only then
+// is it true.
+func (c *call) tell(d decision) {
+	a := c.last()
+	a.Reason, a.Delay, a.DelaySource = d.reason, d.delay, d.source
+	if !d.retry {
+		a.Delay, a.DelaySource = 0, DelayBackoff
+	}
+	c.pending = true
+	if !d.retry {
+		c.emit(true)
+	}
+	if d.reason == ReasonNotIdempotent {
+		c.r.logDeclined(c, a)
+	}
+	for _, h := range c.r.hooks {
+		if h.AttemptEnd != nil {
+			h.AttemptEnd(c.ctx, *a)
+		}
+	}
+	if !d.retry {
+		return
+	}
+	c.r.logRetry(c, a)
+	for _, h := range c.r.hooks {
+		if h.RetryScheduled != nil {
+			h.RetryScheduled(c.ctx, *a)
+		}
+	}
+}
+
+// emit leaves the span event of the last attempt, once.
+func (c *call) emit(last bool) {
+	if !c.pending {
+		return
+	}
+	c.pending = false
+	if c.trace.recording {
+		c.trace.attempt(c, c.last(), last)
+	}
+}
+
+// wait lets the decided delay pass, and reports false if the caller's context
+// ended it: then the grant goes back and the call is over.
+func (c *call) wait() bool {
+	a := c.last()
+	if sleep(c.ctx, a.Delay) {
+		c.emit(false)
+		return true
+	}
+	c.release()
+	c.cut = c.ctx.Err()
+	a.Reason, a.Delay, a.DelaySource = ReasonParentDone, 0, DelayBackoff
+	c.emit(true)
+	return false
+}
+
+func (c *call) release() {
+	if c.granted == grantReserved {
+		c.budget.Release(c.grant)
+		c.granted = grantNone
+	}
+}
+
+// finish gives the call's result, err being that of the last attempt, and
+// tells it to the caller's destinations and to everybody else who asked.
+func (c *call) finish(err error) error {
+	if err != nil {
+		reason := c.last().Reason
+		if c.number > 1 || c.cut != nil || reason.givesUp() {
+			err = newError(c.result(), err, c.cut)
+		}
+		if reason.givesUp() || reason == ReasonParentDone && (c.number > 1 || c.cut != nil) {
+			c.r.logGivenUp(c, err)
+		}
+	}
+	if c.report != nil {
+		*c.report = c.result()
+	}
+	c.done = true
+	if c.copies {
+		c.copyOut(err)
+	}
+	for _, h := range c.r.hooks {
+		if h.CallEnd != nil {
+			h.CallEnd(c.ctx, c.result(), c.request, err)
+		}
+	}
+	return err
+}
+
+// result is the call as its Report tells it.
+func (c *call) result() Report {
+	return Report{
+		Method: c.method.name, Target: c.target.name,
+		Attempts: slices.Clone(c.attempts), Dropped: c.dropped, Reason: c.last().Reason,
+	}
+}
+
+// copyOut gives the caller the header, trailer and peer of the attempt that is
+// returned, and runs the caller's OnFinish: each once per call, as without retries.
+func (c *call) copyOut(err error) {
+	for _, o := range c.opts {
+		switch o := o.(type) {
+		case grpc.HeaderCallOption:
+			*o.HeaderAddr = c.dest.header
+		case grpc.TrailerCallOption:
+			*o.TrailerAddr = c.dest.trailer
+		case grpc.PeerCallOption:
+			*o.PeerAddr = c.dest.peer
+		}
+	}
+	for _, o := range c.opts {
+		if o, ok := o.(grpc.OnFinishCallOption); ok && o.OnFinish != nil {
+			o.OnFinish(err)
+		}
+	}
+}
+
+// close runs at every end of a call, also by a panic, and leaves nothing behind.
+func (c *call) close() {
+	c.stopTimer()
+	c.release()
+	c.settle(false)
+	c.budget.Leave()
+	if !c.done { // a callback of the user's panicked
+		c.emit(true)
+		if c.copies {
+			c.copyOut(status.Error(codes.Internal, "grpcretry: the call panicked"))
+		}
+		return
+	}
+	// An attempt that failed or was cancelled may still be writing to its destinations.
+	if c.number == 1 && len(c.attempts) == 0 && c.ctx.Err() == nil {
+		c.recycle()
+	}
+}
+
+// recycle puts the call back for another one, without anything of this one.
+func (c *call) recycle() {
+	r, probe := c.r, c.first.probe
+	*c = call{r: r}
+	c.first.probe = probe
+	r.calls.Put(c)
+}
+
+// withPreviousAttempts sets the attempt header, leaving the caller's metadata as it is.
+func withPreviousAttempts(ctx context.Context, n int) context.Context {
+	md, ok := metadata.FromOutgoingContext(ctx) // a copy
+	if !ok {
+		md = make(metadata.MD, 1)
+	}
+	md[attemptsHeader] = []string{strconv.Itoa(min(n, math.MaxInt32))}
+	return metadata.NewOutgoingContext(ctx, md)
+}

@@ -1,0 +1,113 @@
+package grpcretry
+
+import (
+	"context"
+	"log/slog"
+	"reflect"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
+)
+
+// Retrier retries the calls of any number of ClientConns by one set of
+// policies, with one budget for each target. It is made by [New], and all its
+// methods are safe for concurrent use.
+type Retrier struct {
+	set     atomic.Pointer[policySet]
+	targets targets
+	calls   sync.Pool // of *call
+
+	logger            *slog.Logger // nil: slog.Default()
+	hooks             []Hooks
+	eventsOnlyOnRetry bool
+}
+
+// New returns a Retrier. With no options it follows the retry policies of each
+// ClientConn's service config, retries methods whose .proto declares an
+// idempotency_level, and repeats for all others only attempts that provably
+// never reached a server. The error names every fault of the options at once.
+func New(opts ...Option) (*Retrier, error) {
+	c := newConfig(opts)
+	set := newPolicySet(c)
+	if err := c.faults.err(); err != nil {
+		return nil, err
+	}
+	r := &Retrier{logger: c.logger, hooks: c.hooks, eventsOnlyOnRetry: c.eventsOnlyOnRetry}
+	r.set.Store(set)
+	r.targets.newBudget = c.newBudget
+	r.targets.onNew = r.logXDS
+	r.calls.New = func() any { return &call{r: r} }
+	return r, nil
+}
+
+// Update replaces all policies by those of the options, as if New had been
+// given them, while calls run: those under way keep the policy they began
+// with. Options that concern wiring (budgets, logger, hooks, telemetry) are
+// refused. On an error, which names every fault, nothing changes.
+func (r *Retrier) Update(opts ...Option) error {
+	c := newConfig(opts)
+	set := newPolicySet(c)
+	if len(c.wiring) > 0 {
+		c.faults.add("Update: %s cannot change after New, want policy options only", strings.Join(c.wiring, ", "))
+	}
+	if err := c.faults.err(); err != nil {
+		return err
+	}
+	r.set.Store(set)
+	return nil
+}
+
+// DialOptions returns what a ClientConn needs: both interceptors, chained after
+// those already given, and grpc.WithDisableRetry, without which gRPC's own
+// retries would multiply with ours.
+func (r *Retrier) DialOptions() []grpc.DialOption {
+	return []grpc.DialOption{
+		grpc.WithChainUnaryInterceptor(r.UnaryClientInterceptor()),
+		grpc.WithDisableRetry(),
+	}
+}
+
+// UnaryClientInterceptor returns the interceptor for unary calls. Whoever
+// installs it without [Retrier.DialOptions] should give grpc.WithDisableRetry too.
+func (r *Retrier) UnaryClientInterceptor() grpc.UnaryClientInterceptor { return r.unary }
+
+// unary makes one call: attempt after attempt until the ladder says that this
+// one's result is the call's.
+func (r *Retrier) unary(ctx context.Context, fullMethod string, req, reply any, cc *grpc.ClientConn, invoker grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+	c, err := r.begin(ctx, fullMethod, cc, opts)
+	if err != nil {
+		return err
+	}
+	if c == nil {
+		return invoker(ctx, fullMethod, req, reply, cc, opts...)
+	}
+	defer c.close()
+	c.request = req
+	for {
+		attemptCtx, attemptOpts := c.start()
+		err := invoker(attemptCtx, fullMethod, req, reply, cc, attemptOpts...)
+		if !c.end(err) || !c.wait() {
+			return c.finish(err)
+		}
+		reset(reply)
+	}
+}
+
+// reset empties a reply that a failed attempt may have filled: some codecs
+// merge into what is there.
+func reset(reply any) {
+	switch m := reply.(type) {
+	case nil:
+	case proto.Message:
+		proto.Reset(m)
+	case interface{ Reset() }:
+		m.Reset()
+	default:
+		if v := reflect.ValueOf(reply); v.Kind() == reflect.Pointer && !v.IsNil() && v.Elem().CanSet() {
+			v.Elem().SetZero()
+		}
+	}
+}

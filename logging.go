@@ -1,0 +1,101 @@
+package grpcretry
+
+import (
+	"context"
+	"log/slog"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc/codes"
+)
+
+// givenUpInterval is the least time between two lines about calls of one
+// method that were given up, so that an outage does not flood the log.
+const givenUpInterval = 10 * time.Second
+
+// throttledLine lets one log line through per interval and counts the rest.
+// The zero value is ready.
+type throttledLine struct {
+	next       atomic.Int64 // Unix nanoseconds
+	suppressed atomic.Int64
+}
+
+// allow reports whether a line may be written now, and how many were not since
+// the one before.
+func (t *throttledLine) allow(now time.Time) (suppressed int64, ok bool) {
+	next := t.next.Load()
+	if now.UnixNano() < next || !t.next.CompareAndSwap(next, now.Add(givenUpInterval).UnixNano()) {
+		t.suppressed.Add(1)
+		return 0, false
+	}
+	return t.suppressed.Swap(0), true
+}
+
+func (r *Retrier) log() *slog.Logger {
+	if r.logger != nil {
+		return r.logger
+	}
+	return slog.Default()
+}
+
+// logDeclined tells, once per method, that a retry was refused only because
+// nobody said that the method is idempotent, and how to say it.
+func (r *Retrier) logDeclined(c *call, a *Attempt) {
+	if a.Code != codes.Unavailable || c.idempotency != Inherit || !c.method.declined.CompareAndSwap(false, true) {
+		return
+	}
+	r.log().LogAttrs(c.ctx, slog.LevelWarn, "grpcretry: not retried: the server may have processed the call, and nothing says that the method is idempotent",
+		slog.String("method", c.method.name),
+		slog.String("code", codeName(a.Code)),
+		slog.String("sent", a.Evidence.String()),
+		slog.String("fix", `if it is, declare "option idempotency_level = IDEMPOTENT;" in its .proto or pass grpcretry.WithIdempotent("`+c.method.rpc+`")`),
+	)
+}
+
+// logRetry tells of each retry, for debugging only.
+func (r *Retrier) logRetry(c *call, a *Attempt) {
+	if l := r.log(); l.Enabled(c.ctx, slog.LevelDebug) {
+		l.LogAttrs(c.ctx, slog.LevelDebug, "grpcretry: retry",
+			slog.String("method", c.method.name), slog.Int("attempt", a.Number),
+			slog.String("code", codeName(a.Code)), slog.Duration("delay", a.Delay), slog.String("delay_source", a.DelaySource.String()))
+	}
+}
+
+// logGivenUp tells of a call that was given up; never a message or payload,
+// which may hold personal data.
+func (r *Retrier) logGivenUp(c *call, err error) {
+	now := time.Now()
+	suppressed, ok := c.method.givenUp.allow(now)
+	if !ok {
+		return
+	}
+	r.log().LogAttrs(c.ctx, slog.LevelWarn, "grpcretry: call given up",
+		slog.String("method", c.method.name),
+		slog.String("target", c.target.name),
+		slog.String("reason", c.last().Reason.String()),
+		slog.String("code", codeName(statusOf(err).Code())),
+		slog.Int("attempts", c.number),
+		slog.Duration("duration", now.Sub(c.started)),
+		slog.Int64("suppressed", suppressed),
+	)
+}
+
+// logSwallowed tells, once per target, that an interceptor further in loses
+// our call options. Without a ClientConn, in a fake, that is nothing to report.
+func (r *Retrier) logSwallowed(c *call) {
+	if c.cc == nil {
+		return
+	}
+	r.log().LogAttrs(c.ctx, slog.LevelWarn, "grpcretry: a call succeeded but the call options of its attempt never reached grpc: "+
+		"an interceptor after this one drops them, so attempts that never left the client cannot be told any more",
+		slog.String("method", c.method.name), slog.String("target", c.target.name))
+}
+
+// logXDS tells, once per target, that retry policies which xDS delivers cannot be seen.
+func (r *Retrier) logXDS(t *target) {
+	if strings.HasPrefix(t.name, "xds:") {
+		r.log().LogAttrs(context.Background(), slog.LevelWarn, "grpcretry: retry policies of xDS are invisible to an interceptor: give policies in code",
+			slog.String("target", t.name))
+	}
+}

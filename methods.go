@@ -1,0 +1,291 @@
+package grpcretry
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/reflect/protoregistry"
+	"google.golang.org/protobuf/types/descriptorpb"
+)
+
+// maxMethodsKept bounds the cache of a policySet; methods beyond it are
+// resolved anew at every call, so that a proxy whose callers make up names
+// does not grow without end.
+const maxMethodsKept = 1024
+
+// Source says where a part of a policy comes from.
+type Source uint8
+
+// The places of a policy, from the most to the least binding.
+const (
+	// SourceDefault: WithDefaultPolicy, or, if there is none, what the package does by itself.
+	SourceDefault Source = iota
+	// SourceCall: a call option.
+	SourceCall
+	// SourceMethod: a pattern in code that names the method.
+	SourceMethod
+	// SourceService: a pattern in code that names the service.
+	SourceService
+	// SourceServiceConfig: a service config given in code.
+	SourceServiceConfig
+	// SourceResolver: the service config of the ClientConn.
+	SourceResolver
+	// SourceProto: the method's .proto.
+	SourceProto
+)
+
+// String gives the word that traces print.
+func (s Source) String() string {
+	switch s {
+	case SourceDefault:
+		return "default"
+	case SourceCall:
+		return "call"
+	case SourceMethod:
+		return "method"
+	case SourceService:
+		return "service"
+	case SourceServiceConfig:
+		return "service_config"
+	case SourceResolver:
+		return "resolver"
+	case SourceProto:
+		return "proto"
+	}
+	return fmt.Sprintf("Source(%d)", uint8(s))
+}
+
+// method is all that is known of one full method within one policySet.
+type method struct {
+	name        string // "/pkg.Service/Method"
+	rpc         string // "pkg.Service/Method", as OpenTelemetry wants it
+	policy      *Policy
+	source      Source
+	idempotency Idempotency
+	idemSource  Source
+
+	// follow tells that the ClientConn's service config is followed at all,
+	// resolver that no policy in code speaks for the method, so that the
+	// one which the ClientConn's service config holds is followed; resolverIdem
+	// the same for its idempotency.
+	follow, resolver, resolverIdem bool
+	resolved                       atomic.Pointer[resolverPolicy]
+
+	// proven is the target for which a call of this method has shown that our
+	// call options reach grpc.
+	proven atomic.Pointer[target]
+	// declined is set once the log has told that a retry was refused for want
+	// of idempotency.
+	declined *atomic.Bool
+	givenUp  *throttledLine
+}
+
+// policySet is what New or Update installed: immutable but for its cache.
+type policySet struct {
+	exact, service map[string]*Policy // by "/pkg.Service/Method" and "/pkg.Service/"
+	idempotent     map[string]bool    // patterns of WithIdempotent, keyed alike
+	fallback       *Policy            // nil without WithDefaultPolicy
+	followResolver bool
+
+	cache    atomic.Pointer[map[string]*method]
+	mu       sync.Mutex
+	declined atomic.Bool   // shared by all methods beyond the cache,
+	givenUp  throttledLine // and so is this
+}
+
+// newPolicySet indexes what the options said, and adds to c.faults what is wrong with it.
+func newPolicySet(c *config) *policySet {
+	s := &policySet{
+		exact:          map[string]*Policy{},
+		service:        map[string]*Policy{},
+		idempotent:     map[string]bool{},
+		followResolver: !c.noResolver,
+	}
+	s.cache.Store(&map[string]*method{})
+	f := &c.faults
+	for _, p := range c.policies {
+		f.where = fmt.Sprintf("WithMethodPolicy(%q): ", p.pattern)
+		p.policy.validate(f)
+		key, err := parsePattern(p.pattern)
+		switch {
+		case err != nil:
+			f.add("%v", err)
+		case s.level(key) != nil:
+			f.add("duplicate pattern, want each method or service once")
+		case isService(key):
+			s.service[key] = &p.policy
+		default:
+			s.exact[key] = &p.policy
+		}
+	}
+	for _, pattern := range c.idempotent {
+		f.where = fmt.Sprintf("WithIdempotent(%q): ", pattern)
+		key, err := parsePattern(pattern)
+		if err != nil {
+			f.add("%v", err)
+			continue
+		}
+		if s.idempotent[key] {
+			f.add("duplicate pattern, want each method or service once")
+		}
+		s.idempotent[key] = true
+		if p := s.level(key); p != nil && p.Idempotency != Inherit && p.Idempotency != Idempotent {
+			f.add("contradicts the WithMethodPolicy for the same pattern, whose Idempotency is %v; want one of the two", p.Idempotency)
+		}
+	}
+	f.where = "WithDefaultPolicy: "
+	for _, p := range c.fallback {
+		p.validate(f)
+		if s.fallback != nil {
+			f.add("given twice, want it once")
+		}
+		s.fallback = &p
+	}
+	f.where = ""
+	return s
+}
+
+// level is the policy given for exactly this key, or nil.
+func (s *policySet) level(key string) *Policy {
+	if isService(key) {
+		return s.service[key]
+	}
+	return s.exact[key]
+}
+
+// lookup gives what is known of a full method; on the usual path it is one map access.
+func (s *policySet) lookup(fullMethod string) *method {
+	if m := (*s.cache.Load())[fullMethod]; m != nil {
+		return m
+	}
+	m := s.resolve(fullMethod)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	old := *s.cache.Load()
+	if m := old[fullMethod]; m != nil {
+		return m
+	}
+	if len(old) >= maxMethodsKept {
+		m.declined, m.givenUp = &s.declined, &s.givenUp
+		return m
+	}
+	cache := make(map[string]*method, len(old)+1)
+	for name, m := range old {
+		cache[name] = m
+	}
+	cache[strings.Clone(fullMethod)] = m
+	s.cache.Store(&cache)
+	return m
+}
+
+// resolve applies the precedence: a more specific policy replaces a less
+// specific one as a whole, but an Idempotency of Inherit goes on to the next.
+func (s *policySet) resolve(fullMethod string) *method {
+	name := strings.Clone(fullMethod)
+	if !strings.HasPrefix(name, "/") {
+		name = "/" + name
+	}
+	m := &method{name: name, rpc: name[1:], follow: s.followResolver, declined: new(atomic.Bool), givenUp: new(throttledLine)}
+	service := name[:strings.LastIndex(name, "/")+1]
+
+	policy := &Policy{}
+	switch {
+	case s.exact[name] != nil:
+		policy, m.source = s.exact[name], SourceMethod
+	case s.service[service] != nil:
+		policy, m.source = s.service[service], SourceService
+	case s.fallback != nil:
+		policy, m.source = s.fallback, SourceDefault
+	default:
+		m.source, m.resolver = SourceDefault, s.followResolver
+	}
+	full := policy.withDefaults()
+	m.policy = &full
+
+	for _, level := range []struct {
+		policy     *Policy
+		idempotent bool
+		source     Source
+	}{
+		{s.exact[name], s.idempotent[name], SourceMethod},
+		{s.service[service], s.idempotent[service], SourceService},
+		{s.fallback, false, SourceDefault},
+	} {
+		switch {
+		case level.policy != nil && level.policy.Idempotency != Inherit:
+			m.idempotency, m.idemSource = level.policy.Idempotency, level.source
+			return m
+		case level.idempotent:
+			m.idempotency, m.idemSource = Idempotent, level.source
+			return m
+		}
+	}
+	m.resolverIdem = s.followResolver
+	if declaredIdempotent(name) {
+		m.idempotency, m.idemSource = Idempotent, SourceProto
+	}
+	return m
+}
+
+// declaredIdempotent reports whether the method's .proto, if it is linked into
+// the program, declares an idempotency_level of NO_SIDE_EFFECTS or IDEMPOTENT.
+func declaredIdempotent(fullMethod string) bool {
+	service, name, _ := strings.Cut(fullMethod[1:], "/")
+	d, err := protoregistry.GlobalFiles.FindDescriptorByName(protoreflect.FullName(service + "." + name))
+	if err != nil {
+		return false
+	}
+	options, _ := d.Options().(*descriptorpb.MethodOptions)
+	switch options.GetIdempotencyLevel() {
+	case descriptorpb.MethodOptions_NO_SIDE_EFFECTS, descriptorpb.MethodOptions_IDEMPOTENT:
+		return true
+	}
+	return false
+}
+
+// parsePattern turns "/pkg.Service/Method", "pkg.Service/Method" and
+// "pkg.Service/*" into the key of an exact method, "/pkg.Service/Method", or of
+// a service, "/pkg.Service/". A method that a registered service lacks is refused.
+func parsePattern(pattern string) (key string, err error) {
+	const want = `want "pkg.Service/Method" or "pkg.Service/*"`
+	service, name, ok := strings.Cut(strings.TrimPrefix(pattern, "/"), "/")
+	switch {
+	case pattern == "":
+		return "", errors.New("empty pattern, " + want)
+	case pattern == "*" || pattern == "/*" || pattern == "*/*":
+		return "", errors.New("pattern for every method, " + want + ", or WithDefaultPolicy for all of them")
+	case !ok || service == "" || name == "":
+		return "", errors.New("pattern without a service or a method, " + want)
+	case strings.Contains(name, "/") || strings.ContainsAny(service, "* \t\r\n") || name != "*" && strings.ContainsAny(name, "* \t\r\n"):
+		return "", errors.New("malformed pattern, " + want)
+	}
+	if d, err := protoregistry.GlobalFiles.FindDescriptorByName(protoreflect.FullName(service)); err == nil {
+		sd, ok := d.(protoreflect.ServiceDescriptor)
+		if !ok {
+			return "", fmt.Errorf("%s is not a service, %s", service, want)
+		}
+		if name != "*" && sd.Methods().ByName(protoreflect.Name(name)) == nil {
+			return "", fmt.Errorf("service %s has no method %q, want one of %s", service, name, strings.Join(methodNames(sd), ", "))
+		}
+	}
+	if name == "*" {
+		name = ""
+	}
+	return "/" + service + "/" + name, nil
+}
+
+func isService(key string) bool { return strings.HasSuffix(key, "/") }
+
+func methodNames(sd protoreflect.ServiceDescriptor) []string {
+	var names []string
+	for i := range sd.Methods().Len() {
+		names = append(names, string(sd.Methods().Get(i).Name()))
+	}
+	slices.Sort(names)
+	return names
+}

@@ -1,0 +1,217 @@
+package grpcretry
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+
+	"google.golang.org/grpc"
+)
+
+// Option configures a [Retrier]. The options are made by the With functions of
+// this package; a nil Option is an error of [New].
+type Option interface{ apply(*config) }
+
+// config is what a list of options says, before it is checked.
+type config struct {
+	fallback   []Policy
+	policies   []patternPolicy
+	idempotent []string
+	noResolver bool
+
+	wiring            []string // the options given that only New takes
+	newBudget         func(target string) Budget
+	logger            *slog.Logger
+	hooks             []Hooks
+	eventsOnlyOnRetry bool
+
+	faults faults
+}
+
+type patternPolicy struct {
+	pattern string
+	policy  Policy
+}
+
+// newConfig applies the options; their faults are in its faults.
+func newConfig(opts []Option) *config {
+	c := &config{}
+	for i, o := range opts {
+		if o == nil {
+			c.faults.add("option %d of %d is nil, want an Option", i+1, len(opts))
+			continue
+		}
+		o.apply(c)
+	}
+	return c
+}
+
+// policyOption may be given to New and to Update.
+type policyOption func(*config)
+
+func (o policyOption) apply(c *config) { o(c) }
+
+// wiringOption may be given to New only.
+type wiringOption struct {
+	name string
+	set  func(*config)
+}
+
+func (o wiringOption) apply(c *config) {
+	c.wiring = append(c.wiring, o.name)
+	o.set(c)
+}
+
+// WithDefaultPolicy sets the policy of every method that no pattern names.
+// Without it such methods follow the retryPolicy of the ClientConn's service
+// config, if that has one for them, and Policy{} otherwise.
+func WithDefaultPolicy(p Policy) Option {
+	return policyOption(func(c *config) { c.fallback = append(c.fallback, p) })
+}
+
+// WithMethodPolicy sets the policy of one method, "/pkg.Service/Method" or
+// "pkg.Service/Method", or of the other methods of a service, "pkg.Service/*".
+// The more specific policy replaces the less specific one as a whole; only an
+// Idempotency of [Inherit] is looked for further. A pattern may be given once.
+// If the service's .proto is linked into the program, the method must exist.
+func WithMethodPolicy(pattern string, p Policy) Option {
+	return policyOption(func(c *config) { c.policies = append(c.policies, patternPolicy{pattern, p}) })
+}
+
+// WithIdempotent declares methods, "pkg.Service/Method", or whole services,
+// "pkg.Service/*", to be idempotent, so that they may be repeated though the
+// server may have processed them. Policies stay as they are. Where a policy's
+// Idempotency says otherwise the more specific pattern wins; for the same
+// pattern a contradiction is an error of [New].
+func WithIdempotent(patterns ...string) Option {
+	return policyOption(func(c *config) { c.idempotent = append(c.idempotent, patterns...) })
+}
+
+// WithoutResolverConfig keeps the Retrier from following the retryPolicy and
+// the timeout that the ClientConn's service config holds for a method. gRPC
+// itself goes on applying the timeout, to each attempt.
+func WithoutResolverConfig() Option {
+	return policyOption(func(c *config) { c.noResolver = true })
+}
+
+// WithBudget makes every target share the one budget b. The default is a
+// budget of its own, NewBudget(BudgetConfig{}), for each target.
+func WithBudget(b Budget) Option {
+	return wiringOption{"WithBudget", func(c *config) {
+		if b == nil {
+			c.faults.add("WithBudget: budget is nil, want a Budget (Unlimited() for none)")
+			return
+		}
+		c.setBudget(func(string) Budget { return b })
+	}}
+}
+
+// WithBudgetPerTarget calls newBudget once for each target, with its canonical
+// name, to get its budget. newBudget must not be nil and must be safe for
+// concurrent use; where it returns nil the default budget is used.
+func WithBudgetPerTarget(newBudget func(target string) Budget) Option {
+	return wiringOption{"WithBudgetPerTarget", func(c *config) {
+		if newBudget == nil {
+			c.faults.add("WithBudgetPerTarget: callback is nil, want a function")
+			return
+		}
+		c.setBudget(newBudget)
+	}}
+}
+
+func (c *config) setBudget(newBudget func(string) Budget) {
+	if c.newBudget != nil {
+		c.faults.add("WithBudget and WithBudgetPerTarget are given more than once in all, want one of them once")
+	}
+	c.newBudget = newBudget
+}
+
+// WithEventsOnlyOnRetry leaves out the span events of calls that made one
+// attempt only. The default is an event for every attempt.
+func WithEventsOnlyOnRetry() Option {
+	return wiringOption{"WithEventsOnlyOnRetry", func(c *config) { c.eventsOnlyOnRetry = true }}
+}
+
+// WithLogger sets where the Retrier logs; the default is slog.Default().
+// slog.New(slog.DiscardHandler) silences it; nil is an error of New.
+func WithLogger(l *slog.Logger) Option {
+	return wiringOption{"WithLogger", func(c *config) {
+		switch {
+		case l == nil:
+			c.faults.add("WithLogger: logger is nil, want a *slog.Logger")
+		case c.logger != nil:
+			c.faults.add("WithLogger is given twice, want it once")
+		}
+		c.logger = l
+	}}
+}
+
+// WithHooks adds hooks; it may be repeated, and they run in the order given.
+// At least one function must be set.
+func WithHooks(h Hooks) Option {
+	return wiringOption{"WithHooks", func(c *config) {
+		if h.AttemptEnd == nil && h.RetryScheduled == nil && h.CallEnd == nil {
+			c.faults.add("WithHooks: every callback is nil, want at least one function")
+			return
+		}
+		c.hooks = append(c.hooks, h)
+	}}
+}
+
+// Hooks are functions that are told what happens. They run on the goroutine of
+// the call, outside locks, possibly for many calls at once, so they should be
+// quick. A panic in one goes through to the caller; nothing is lost by it.
+type Hooks struct {
+	// AttemptEnd runs after each attempt, when it is decided what follows.
+	AttemptEnd func(ctx context.Context, a Attempt)
+	// RetryScheduled runs before the wait for another attempt, only when one
+	// is to follow: the budget has granted it and the wait fits the deadline.
+	// Still the caller's context may end the wait.
+	RetryScheduled func(ctx context.Context, a Attempt)
+	// CallEnd runs once, before the call returns err. request is the message
+	// of a unary call, nil for a stream.
+	CallEnd func(ctx context.Context, r Report, request any, err error)
+}
+
+// WithCallPolicy edits, for one call, a copy of the policy in force, in which
+// the defaults are filled in. An edit that leaves the policy invalid fails the
+// call with INTERNAL, and the message names the field. Several are applied in
+// order. Without the interceptor it does nothing.
+func WithCallPolicy(edit func(*Policy)) grpc.CallOption { return callPolicyOption{edit: edit} }
+
+// WithoutRetry makes the call once. Without the interceptor it does nothing.
+func WithoutRetry() grpc.CallOption { return withoutRetryOption{} }
+
+// WithReport fills *r when the call ends, whatever its result. Each call needs
+// a Report of its own, which must not be read before the call returned. A nil
+// r is ignored. Without the interceptor it does nothing.
+func WithReport(r *Report) grpc.CallOption { return reportOption{report: r} }
+
+// WithIdempotencyKey sends the metadata "idempotency-key: key", the same in
+// every attempt of the call, for servers that remove duplicates by it. An
+// empty key stands for a fresh random one. A key that the caller's outgoing
+// metadata already holds wins. The key alone does not make a call idempotent;
+// see [Keyed]. Without the interceptor it does nothing.
+func WithIdempotencyKey(key string) grpc.CallOption { return keyOption{key: key} }
+
+// The call options embed EmptyCallOption, by which grpc itself ignores them.
+type (
+	callPolicyOption struct {
+		grpc.EmptyCallOption
+		edit func(*Policy)
+	}
+	withoutRetryOption struct{ grpc.EmptyCallOption }
+	reportOption       struct {
+		grpc.EmptyCallOption
+		report *Report
+	}
+	keyOption struct {
+		grpc.EmptyCallOption
+		key string
+	}
+	// takenOption marks every attempt as in the care of a Retrier, so that
+	// another one further in passes it through and their retries do not multiply.
+	takenOption struct{ grpc.EmptyCallOption }
+)
+
+var errNilEdit = errors.New("grpcretry: WithCallPolicy: callback is nil, want a function")

@@ -1,0 +1,78 @@
+package grpcretry
+
+import (
+	"slices"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+)
+
+// resolverPolicy is a retryPolicy of a ClientConn's service config as a Policy.
+type resolverPolicy struct {
+	origin any  // grpc's own pointer to it: another one means another config
+	named  bool // the config names the method or its service, not just {}
+	policy Policy
+}
+
+// consultResolver asks the ClientConn's service config, once and only when the
+// answer is needed: a call that succeeds at once never does.
+func (c *call) consultResolver() {
+	if c.consulted || c.cc == nil || !c.method.follow {
+		return
+	}
+	c.consulted = true
+	mc := c.cc.GetMethodConfig(c.method.name)
+	if mc.WaitForReady != nil && !c.failFastSaid() {
+		c.waitReady = *mc.WaitForReady
+	}
+	if mc.Timeout != nil && *mc.Timeout >= 0 {
+		// grpc puts this timeout on every attempt; its owner meant the call.
+		c.due = earlier(c.due, c.started.Add(*mc.Timeout))
+	}
+	retry := mc.RetryPolicy
+	if retry == nil || c.source == SourceCall {
+		return
+	}
+	p := c.method.resolved.Load()
+	if p == nil || p.origin != any(retry) {
+		// What the config says of a method that it cannot name is what it says
+		// of all; asked before and after, lest an update come in between.
+		wild := c.cc.GetMethodConfig("/").RetryPolicy
+		named := retry != wild && c.cc.GetMethodConfig(c.method.name).RetryPolicy == retry
+		var set []codes.Code
+		for code, ok := range retry.RetryableStatusCodes {
+			if ok {
+				set = append(set, code)
+			}
+		}
+		p = &resolverPolicy{origin: retry, named: named, policy: a6Policy(
+			retry.MaxAttempts, retry.InitialBackoff, retry.MaxBackoff, retry.BackoffMultiplier, Codes(set...))}
+		c.method.resolved.Store(p)
+	}
+	if c.method.resolver {
+		c.policy, c.source = &p.policy, SourceResolver
+	}
+	if c.method.resolverIdem && p.named {
+		c.idempotency, c.idemSource = Idempotent, SourceResolver
+	}
+}
+
+// a6Policy is the retryPolicy of gRFC A6: its jitter is 20% either way, after
+// the cap. RESOURCE_EXHAUSTED, where the config lists it, needs no hint.
+func a6Policy(attempts int, initial, most time.Duration, multiplier float64, set CodeSet) Policy {
+	return Policy{
+		MaxAttempts: attempts,
+		Backoff:     Backoff{Base: min(initial, most), Max: most, Multiplier: multiplier, Jitter: ProportionalJitter(0.2)},
+		Codes:       set,
+		RetryQuota:  true,
+	}.withDefaults()
+}
+
+// failFastSaid reports whether the caller chose wait-for-ready or its opposite.
+func (c *call) failFastSaid() bool {
+	return slices.ContainsFunc(c.opts, func(o grpc.CallOption) bool {
+		_, ok := o.(grpc.FailFastCallOption)
+		return ok
+	})
+}
