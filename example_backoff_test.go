@@ -1,6 +1,7 @@
 package grpcretry_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"time"
@@ -24,7 +25,8 @@ func ExampleBackoff_Delay() {
 	// 7 2s
 }
 
-// A loop of one's own: each pass starts with the next delay.
+// A loop of one's own: each pass waits for the next delay, or for the end of the
+// context.
 func ExampleBackoff_Delays() {
 	failures := 3
 	connect := func() error {
@@ -34,18 +36,25 @@ func ExampleBackoff_Delays() {
 		}
 		return nil
 	}
-
-	b := grpcretry.Backoff{Base: time.Millisecond, Max: 5 * time.Millisecond}
-	err := connect()
-	retries := 0
-	for delay := range b.Delays() {
-		if err == nil || retries == 10 {
-			break
-		}
-		time.Sleep(delay)
-		retries++
+	dial := func(ctx context.Context, b grpcretry.Backoff) (retries int, err error) {
 		err = connect()
+		for delay := range b.Delays() {
+			if err == nil || retries == 10 {
+				break
+			}
+			select {
+			case <-ctx.Done():
+				return retries, err
+			case <-time.After(delay):
+			}
+			retries++
+			err = connect()
+		}
+		return retries, err
 	}
+
+	b := grpcretry.Backoff{Base: time.Microsecond, Max: 5 * time.Microsecond}
+	retries, err := dial(context.Background(), b)
 	fmt.Println(retries, "retries, error:", err)
 	// Output:
 	// 3 retries, error: <nil>
