@@ -30,13 +30,23 @@ const (
 // Life of an attempt: start -> the attempt runs -> end, which decides -> wait,
 // or finish.
 type call struct {
-	r           *Retrier
+	callState
+
+	// What follows serves one call after the other.
+	r      *Retrier
+	set    *policySet // in which method was found
+	method *method
+	own    *destinations // of the latest attempt, if nobody can be writing to it any more
+	inline [2]Attempt
+}
+
+// callState is what a call must not leave to the next one.
+type callState struct {
 	ctx         context.Context // the caller's
 	base        context.Context // ctx, with the idempotency key if one is sent
 	cc          *grpc.ClientConn
 	target      *target
 	budget      Budget
-	method      *method
 	policy      *Policy
 	source      Source
 	idempotency Idempotency
@@ -52,13 +62,13 @@ type call struct {
 	report      *Report
 	trace       callTrace
 
-	started time.Time
+	started moment
 	due     time.Time // the end of the call's own Timeout
 	parent  time.Time // the deadline of the caller's context
 
 	number  int // attempts begun
 	counted int // of these, such as count against MaxAttempts
-	begun   time.Time
+	begun   moment
 	cutoff  time.Time // the end of the attempt's own timeout, if that comes before the call's deadline
 	cancel  context.CancelFunc
 	dest    *destinations
@@ -76,8 +86,7 @@ type call struct {
 	cut      error   // the context's error that ended a wait
 	done     bool
 
-	first  destinations
-	inline [2]Attempt
+	succeeded bool // the latest attempt did
 }
 
 // grantState says what still has to be done with a call's grant.
@@ -98,6 +107,7 @@ type destinations struct {
 	reached atomic.Bool // grpc saw our options
 	probe   grpc.OnFinishCallOption
 	opts    []grpc.CallOption
+	plain   bool // opts are the attempt's own only, as most calls have them
 	inline  [8]grpc.CallOption
 }
 
@@ -130,7 +140,9 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 			key, hasKey = o.key, true
 		}
 	}
-	c.method = r.set.Load().lookup(fullMethod)
+	if set := r.set.Load(); c.set != set || c.method.name != fullMethod {
+		c.set, c.method = set, set.lookup(fullMethod)
+	}
 	c.policy, c.source = c.method.policy, c.method.source
 	c.idempotency, c.idemSource = c.method.idempotency, c.method.idemSource
 	if edits > 0 {
@@ -145,10 +157,9 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	}
 	c.target = r.targets.of(cc)
 	c.budget = c.target.budget
-	c.started = time.Now()
-	c.parent, _ = ctx.Deadline()
+	c.started = now()
 	if c.policy.Timeout > 0 {
-		c.due = c.started.Add(c.policy.Timeout)
+		c.due = c.started.time(time.Now()).Add(c.policy.Timeout)
 	}
 	c.trace.begin(ctx)
 	c.observed = c.report != nil || len(r.hooks) > 0 || c.trace.recording
@@ -199,31 +210,51 @@ func (c *call) sendKey(key string) {
 func (c *call) start() (context.Context, []grpc.CallOption) {
 	c.number++
 	ctx := c.base
-	c.begun, c.dest = c.started, &c.first
+	c.begun = c.started
 	if c.number > 1 {
-		c.begun, c.dest = time.Now(), new(destinations)
+		c.begun = now()
 		ctx = withPreviousAttempts(ctx, c.number-1)
 	}
+	if c.own == nil {
+		c.own = new(destinations)
+	}
+	c.dest, c.own = c.own, nil
 	if c.granted == grantReserved {
 		c.granted = grantStarted
 	}
+	if c.policy.AttemptTimeout > 0 || !c.due.IsZero() {
+		ctx = c.limit(ctx)
+	}
+	return ctx, c.options()
+}
+
+// limit puts the sooner of the attempt's and the call's own timeout on the
+// attempt's context, unless the caller's deadline comes before both.
+func (c *call) limit(ctx context.Context) context.Context {
+	c.parent, _ = c.ctx.Deadline()
 	end := c.due
 	c.cutoff = time.Time{}
 	if t := c.policy.AttemptTimeout; t > 0 {
-		if own := c.begun.Add(t); own.Equal(earlier(own, earlier(c.due, c.parent))) {
+		if own := c.begun.time(time.Now()).Add(t); own.Equal(earlier(own, earlier(c.due, c.parent))) {
 			c.cutoff, end = own, own
 		}
 	}
 	if !end.IsZero() && end.Equal(earlier(end, c.parent)) {
 		ctx, c.cancel = context.WithDeadline(ctx, end)
 	}
-	return ctx, c.options()
+	return ctx
 }
 
 // options are the caller's call options without the destinations and OnFinish,
 // which the call serves itself at its end, and with the attempt's own.
 func (c *call) options() []grpc.CallOption {
 	d := c.dest
+	known := c.method.proven.Load() == c.target
+	if plain := len(c.opts) == 0 && known; plain && d.plain {
+		return d.opts // as they were for the call before
+	} else {
+		d.plain = plain
+	}
 	out := d.inline[:0]
 	for _, o := range c.opts {
 		switch o.(type) {
@@ -237,7 +268,7 @@ func (c *call) options() []grpc.CallOption {
 	if c.header {
 		out = append(out, grpc.HeaderCallOption{HeaderAddr: &d.header})
 	}
-	if c.method.proven.Load() != c.target {
+	if !known {
 		if d.probe.OnFinish == nil {
 			d.probe.OnFinish = func(error) { d.reached.Store(true) }
 		}
@@ -253,6 +284,7 @@ func (c *call) end(err error) bool {
 	c.stopTimer()
 	c.settle(err == nil)
 	proven := c.prove(err)
+	c.succeeded = err == nil
 	if err == nil {
 		if c.number == 1 {
 			c.budget.Record(OutcomeOK)
@@ -263,8 +295,7 @@ func (c *call) end(err error) bool {
 			return false
 		}
 	}
-	now := time.Now()
-	f := c.facts(err, now, proven)
+	f := c.facts(err, time.Now(), proven)
 	d := decide(&f, c.retryIf, c.backoff)
 	if d.failure {
 		c.budget.Record(OutcomeFailure)
@@ -318,11 +349,12 @@ func (c *call) prove(err error) bool {
 }
 
 // facts collects what the ladder looks at, and fills in the record of the attempt.
-func (c *call) facts(err error, now time.Time, proven bool) facts {
+func (c *call) facts(err error, wall time.Time, proven bool) facts {
 	d := c.dest
+	c.parent, _ = c.ctx.Deadline()
 	f := facts{
-		outcome:    classify(err, sighting{peer: d.sawPeer(), options: proven, trailer: d.trailer}, passed(c.cutoff, now)),
-		parentDone: c.ctx.Err() != nil || passed(c.parent, now),
+		outcome:    classify(err, sighting{peer: d.sawPeer(), options: proven, trailer: d.trailer}, passed(c.cutoff, wall)),
+		parentDone: c.ctx.Err() != nil || passed(c.parent, wall),
 		disabled:   c.disabled,
 		reauthed:   c.reauthed,
 	}
@@ -338,12 +370,13 @@ func (c *call) facts(err error, now time.Time, proven bool) facts {
 	}
 	deadline := earlier(c.parent, c.due)
 	f.policy, f.idempotency, f.attempts = c.policy, c.idempotency, c.counted
-	f.timeUp = passed(c.due, now)
-	f.hasDeadline, f.remaining = !deadline.IsZero(), left(deadline, now)
+	f.timeUp = passed(c.due, wall)
+	f.hasDeadline, f.remaining = !deadline.IsZero(), left(deadline, wall)
+	start := c.begun.time(wall)
 	a := c.keep()
 	*a = Attempt{
 		Method: c.method.name, Target: c.target.name, Number: c.number,
-		Start: c.begun, Duration: now.Sub(c.begun),
+		Start: start, Duration: wall.Sub(start),
 		Err: err, Code: f.code, Evidence: f.evidence, Peer: d.peer.Addr,
 		Remaining: f.remaining,
 	}
@@ -525,26 +558,59 @@ func (c *call) close() {
 		}
 		return
 	}
-	// An attempt that failed or was cancelled may still be writing to its destinations.
-	if c.number == 1 && len(c.attempts) == 0 && c.ctx.Err() == nil {
-		c.recycle()
-	}
+	c.recycle()
 }
 
 // recycle puts the call back for another one, without anything of this one.
+// The destinations go with it only after a success: an attempt that failed, or
+// whose caller went away, may still be writing to them.
 func (c *call) recycle() {
-	r, probe := c.r, c.first.probe
-	*c = call{r: r}
-	c.first.probe = probe
-	r.calls.Put(c)
+	if d := c.dest; d != nil && c.succeeded && c.ctx.Err() == nil {
+		d.peer, d.header, d.trailer = peer.Peer{}, nil, nil
+		if !d.plain {
+			clear(d.inline[:])
+			d.opts = nil
+		}
+		c.own = d
+	}
+	if c.attempts != nil {
+		clear(c.inline[:])
+	}
+	c.callState = callState{}
+	c.r.calls.Put(c)
 }
 
 // withPreviousAttempts sets the attempt header, leaving the caller's metadata as it is.
 func withPreviousAttempts(ctx context.Context, n int) context.Context {
 	md, ok := metadata.FromOutgoingContext(ctx) // a copy
+	if !ok && n <= len(previousAttempts) {
+		return &metadataContext{Context: ctx, outgoing: previousAttempts[n-1]}
+	}
 	if !ok {
 		md = make(metadata.MD, 1)
 	}
 	md[attemptsHeader] = []string{strconv.Itoa(min(n, math.MaxInt32))}
 	return metadata.NewOutgoingContext(ctx, md)
 }
+
+// metadataContext is a context with outgoing metadata that was made beforehand.
+type metadataContext struct {
+	context.Context
+	outgoing context.Context // holds nothing but metadata
+}
+
+func (c *metadataContext) Value(key any) any {
+	if v := c.outgoing.Value(key); v != nil {
+		return v
+	}
+	return c.Context.Value(key)
+}
+
+// previousAttempts are the attempt headers of the retries that most calls make.
+var previousAttempts = func() (made [4]context.Context) {
+	for i := range made {
+		md := metadata.MD{attemptsHeader: {strconv.Itoa(i + 1)}}
+		made[i] = metadata.NewOutgoingContext(context.Background(), md)
+	}
+	return made
+}()

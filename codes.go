@@ -288,16 +288,14 @@ func pushback(trailer metadata.MD) hint {
 // counts, and a negative or missing delay counts as 0. details tells whether
 // the status has any.
 func retryInfo(st *status.Status) (h hint, details bool) {
-	for _, d := range st.Proto().GetDetails() {
-		details = true
-		var info errdetails.RetryInfo
-		if !d.MessageIs(&info) || d.UnmarshalTo(&info) != nil {
-			continue
+	all := st.Details() // one that cannot be decoded is an error in the list
+	for _, d := range all {
+		if info, ok := d.(*errdetails.RetryInfo); ok {
+			h.given, h.source = true, DelayRetryInfo
+			h.delay = max(h.delay, info.GetRetryDelay().AsDuration())
 		}
-		h.given, h.source = true, DelayRetryInfo
-		h.delay = max(h.delay, info.GetRetryDelay().AsDuration())
 	}
-	return h, details
+	return h, len(all) > 0
 }
 
 // facts is all that the ladder looks at.

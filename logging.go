@@ -65,8 +65,8 @@ func (r *Retrier) logRetry(c *call, a *Attempt) {
 // logGivenUp tells of a call that was given up; never a message or payload,
 // which may hold personal data.
 func (r *Retrier) logGivenUp(c *call, err error) {
-	now := time.Now()
-	suppressed, ok := c.method.givenUp.allow(now)
+	wall := time.Now()
+	suppressed, ok := c.method.givenUp.allow(wall)
 	if !ok {
 		return
 	}
@@ -76,7 +76,7 @@ func (r *Retrier) logGivenUp(c *call, err error) {
 		slog.String("reason", c.last().Reason.String()),
 		slog.String("code", codeName(statusOf(err).Code())),
 		slog.Int("attempts", c.number),
-		slog.Duration("duration", now.Sub(c.started)),
+		slog.Duration("duration", wall.Sub(c.started.time(wall))),
 		slog.Int64("suppressed", suppressed),
 	)
 }

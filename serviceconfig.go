@@ -28,7 +28,7 @@ func (c *call) consultResolver() {
 	}
 	if mc.Timeout != nil && *mc.Timeout >= 0 {
 		// grpc puts this timeout on every attempt; its owner meant the call.
-		c.due = earlier(c.due, c.started.Add(*mc.Timeout))
+		c.due = earlier(c.due, c.started.time(time.Now()).Add(*mc.Timeout))
 	}
 	retry := mc.RetryPolicy
 	if retry == nil || c.source == SourceCall {
