@@ -1121,11 +1121,10 @@ func TestTokenBudgetLayout(t *testing.T) {
 
 // A modelBudget is the specification written down as plainly as it can be.
 type modelBudget struct {
-	mu              sync.Mutex
-	tokens, hedge   float64
-	inflight        int
-	lastFree        time.Time
-	granted, failed int
+	mu            sync.Mutex
+	tokens, hedge float64
+	inflight      int
+	lastFree      time.Time
 }
 
 func newModelBudget() *modelBudget {

@@ -57,5 +57,4 @@
 // (logging, metrics of calls) and before those that are meant to see every
 // attempt (per-attempt authentication). Where two Retriers meet in one chain
 // the outer one retries, and the inner one passes its attempts through.
-//
 package grpcretry
