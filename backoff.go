@@ -44,7 +44,7 @@ type Backoff struct {
 	Max time.Duration
 
 	// Multiplier is the factor from one exponential delay to the next, finite
-	// and at least 1. 0 means 2; 1 gives constant delays. [DecorrelatedJitter]
+	// and above 0. 0 means 2; 1 gives constant delays. [DecorrelatedJitter]
 	// does not use it.
 	Multiplier float64
 
@@ -148,8 +148,8 @@ func (b Backoff) validate(f *faults) {
 	if b.Max > 0 && b.Base > b.Max {
 		f.add("Policy.Backoff.Base = %v, want at most Max = %v", b.Base, b.Max)
 	}
-	if m := b.Multiplier; m != 0 && !(m >= 1 && m <= math.MaxFloat64) {
-		f.add("Policy.Backoff.Multiplier = %v, want 0 (default %v) or 1 and more", m, defaultBackoffMultiplier)
+	if m := b.Multiplier; m != 0 && !(m > 0 && m <= math.MaxFloat64) {
+		f.add("Policy.Backoff.Multiplier = %v, want 0 (default %v) or a finite number above 0", m, defaultBackoffMultiplier)
 	}
 	if want := b.Jitter.want(); want != "" {
 		f.add("Policy.Backoff.Jitter = %v, want %s", b.Jitter, want)
@@ -186,28 +186,27 @@ func (b *Backoff) delay(retry int, previous time.Duration, random func() float64
 func (b *Backoff) spread(retry int, previous time.Duration) (lo, hi float64, limit time.Duration) {
 	base := float64(b.Base)
 	exp := min(base*math.Pow(b.Multiplier, float64(max(retry, 1)-1)), float64(b.Max))
-	switch j := b.Jitter; j.kind {
-	case equalJitter:
+	switch j := b.Jitter; j.kind() {
+	case EqualJitter:
 		return exp / 2, exp, b.Max
-	case decorrelatedJitter:
+	case DecorrelatedJitter:
 		if retry <= 1 {
 			previous = b.Base
 		}
 		return base, 3 * max(float64(previous), base), b.Max
 	case proportionalJitter:
-		return exp * (1 - j.fraction), exp * (1 + j.fraction), math.MaxInt64
+		return exp * (1 - j.fraction()), exp * (1 + j.fraction()), math.MaxInt64
 	case additiveJitter:
-		return exp, exp + float64(j.extra), math.MaxInt64
-	case noJitter:
+		return exp, exp + float64(j.extra()), math.MaxInt64
+	case NoJitter:
 		return exp, exp, b.Max
-	default: // fullJitter
+	default: // FullJitter
 		return 0, exp, b.Max
 	}
 }
 
 // Jitter is how a [Backoff] makes the delay out of the exponential delay. The
-// zero value is [FullJitter]; the other values come from the functions of this
-// file. It is comparable with ==.
+// zero value is [FullJitter]. It is comparable with ==.
 //
 // Below, exp is the exponential delay (see [Backoff]), U(a, b) an even draw
 // between a and b, and the tables give the shortest and the longest delay before
@@ -216,56 +215,56 @@ func (b *Backoff) spread(retry int, previous time.Duration) (lo, hi float64, lim
 // And Jitter]: full jitter needs the fewest calls.
 //
 // [Exponential Backoff And Jitter]: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
-type Jitter struct {
-	kind     jitterKind
-	fraction float64       // of proportionalJitter
-	extra    time.Duration // of additiveJitter
-}
-
-type jitterKind uint8
+type Jitter int64 // the kind in the low 8 bits, its argument in the others
 
 const (
-	fullJitter jitterKind = iota
-	equalJitter
-	decorrelatedJitter
+	// FullJitter draws from zero up to the exponential delay. It is the default and
+	// spreads clients best; a single delay may be close to zero.
+	//
+	//	delay = U(0, exp)
+	//
+	//	retry  1     2      3      4      5      6     7
+	//	least  0s    0s     0s     0s     0s     0s    0s
+	//	most   50ms  100ms  200ms  400ms  800ms  1.6s  2s
+	FullJitter Jitter = iota
+
+	// EqualJitter draws from the upper half of the exponential delay: it never waits
+	// less than half of it, and so spreads half as far as [FullJitter].
+	//
+	//	delay = exp/2 + U(0, exp/2)
+	//
+	//	retry  1     2      3      4      5      6      7
+	//	least  25ms  50ms   100ms  200ms  400ms  800ms  1s
+	//	most   50ms  100ms  200ms  400ms  800ms  1.6s   2s
+	EqualJitter
+
+	// DecorrelatedJitter draws from Base up to three times the delay before it,
+	// whatever the number of the retry; for the first retry, and after a delay shorter
+	// than Base, previous is Base. Multiplier is not used.
+	//
+	//	delay = min(Max, U(Base, 3*previous))
+	//
+	//	retry  1      2      3      4     5     6     7
+	//	least  50ms   50ms   50ms   50ms  50ms  50ms  50ms
+	//	most   150ms  450ms  1.35s  2s    2s    2s    2s
+	DecorrelatedJitter
+
+	// NoJitter waits for the exponential delay exactly. Clients that failed together
+	// come back together, so it suits tests and calls that nobody else makes.
+	//
+	//	delay = exp
+	//
+	//	retry  1     2      3      4      5      6     7
+	//	least  50ms  100ms  200ms  400ms  800ms  1.6s  2s
+	//	most   50ms  100ms  200ms  400ms  800ms  1.6s  2s
+	NoJitter
+
 	proportionalJitter
 	additiveJitter
-	noJitter
 )
 
-// FullJitter draws from zero up to the exponential delay. It is the default and
-// spreads clients best; a single delay may be close to zero.
-//
-//	delay = U(0, exp)
-//
-//	retry  1     2      3      4      5      6     7
-//	least  0s    0s     0s     0s     0s     0s    0s
-//	most   50ms  100ms  200ms  400ms  800ms  1.6s  2s
-func FullJitter() Jitter { return Jitter{} }
-
-// EqualJitter draws from the upper half of the exponential delay: it never waits
-// less than half of it, and so spreads half as far as [FullJitter].
-//
-//	delay = exp/2 + U(0, exp/2)
-//
-//	retry  1     2      3      4      5      6      7
-//	least  25ms  50ms   100ms  200ms  400ms  800ms  1s
-//	most   50ms  100ms  200ms  400ms  800ms  1.6s   2s
-func EqualJitter() Jitter { return Jitter{kind: equalJitter} }
-
-// DecorrelatedJitter draws from Base up to three times the delay before it,
-// whatever the number of the retry; for the first retry, and after a delay shorter
-// than Base, previous is Base. Multiplier is not used.
-//
-//	delay = min(Max, U(Base, 3*previous))
-//
-//	retry  1      2      3      4     5     6     7
-//	least  50ms   50ms   50ms   50ms  50ms  50ms  50ms
-//	most   150ms  450ms  1.35s  2s    2s    2s    2s
-func DecorrelatedJitter() Jitter { return Jitter{kind: decorrelatedJitter} }
-
 // ProportionalJitter draws from the exponential delay less and plus the given
-// fraction f of it, in (0, 1]; [New] refuses any other. It comes after the cap: a
+// fraction f of it, in (0, 1] and kept in billionths; [New] refuses any other. It comes after the cap: a
 // delay may be as long as Max * (1+f). A fraction of 0.2 is the jitter of gRFC A6
 // and of grpc's own retries. With ProportionalJitter(0.2):
 //
@@ -274,7 +273,16 @@ func DecorrelatedJitter() Jitter { return Jitter{kind: decorrelatedJitter} }
 //	retry  1     2      3      4      5      6      7
 //	least  40ms  80ms   160ms  320ms  640ms  1.28s  1.6s
 //	most   60ms  120ms  240ms  480ms  960ms  1.92s  2.4s
-func ProportionalJitter(f float64) Jitter { return Jitter{kind: proportionalJitter, fraction: f} }
+func ProportionalJitter(f float64) Jitter {
+	billionths := math.Round(f * jitterSteps)
+	switch {
+	case math.IsNaN(f):
+		billionths = jitterNaN
+	case f > 0:
+		billionths = max(1, billionths)
+	}
+	return proportionalJitter | Jitter(max(-jitterLimit, min(billionths, jitterLimit)))<<jitterBits
+}
 
 // AdditiveJitter waits for the whole exponential delay, and up to d longer; d is
 // more than 0, and [New] refuses any other. It comes after the cap: a delay may
@@ -285,45 +293,64 @@ func ProportionalJitter(f float64) Jitter { return Jitter{kind: proportionalJitt
 //	retry  1      2      3      4      5      6     7
 //	least  50ms   100ms  200ms  400ms  800ms  1.6s  2s
 //	most   150ms  200ms  300ms  500ms  900ms  1.7s  2.1s
-func AdditiveJitter(d time.Duration) Jitter { return Jitter{kind: additiveJitter, extra: d} }
-
-// NoJitter waits for the exponential delay exactly. Clients that failed together
-// come back together, so it suits tests and calls that nobody else makes.
-//
-//	delay = exp
-//
-//	retry  1     2      3      4      5      6     7
-//	least  50ms  100ms  200ms  400ms  800ms  1.6s  2s
-//	most   50ms  100ms  200ms  400ms  800ms  1.6s  2s
-func NoJitter() Jitter { return Jitter{kind: noJitter} }
-
-// String returns the call that makes j, such as "ProportionalJitter(0.2)".
-func (j Jitter) String() string {
-	switch j.kind {
-	case equalJitter:
-		return "EqualJitter()"
-	case decorrelatedJitter:
-		return "DecorrelatedJitter()"
-	case proportionalJitter:
-		return fmt.Sprintf("ProportionalJitter(%v)", j.fraction)
-	case additiveJitter:
-		return fmt.Sprintf("AdditiveJitter(%v)", j.extra)
-	case noJitter:
-		return "NoJitter()"
-	default:
-		return "FullJitter()"
-	}
+func AdditiveJitter(d time.Duration) Jitter {
+	return additiveJitter | Jitter(max(-jitterLimit, min(d, jitterLimit)))<<jitterBits
 }
 
-// want says what the argument of j should have been, and is empty if it is good.
+const (
+	jitterBits  = 8
+	jitterSteps = 1e9                    // a fraction is kept in billionths
+	jitterLimit = 1 << (62 - jitterBits) // the largest argument, over 200 days
+	jitterNaN   = -jitterLimit
+)
+
+func (j Jitter) kind() Jitter { return j & (1<<jitterBits - 1) }
+
+func (j Jitter) fraction() float64 {
+	if j>>jitterBits == jitterNaN {
+		return math.NaN()
+	}
+	return float64(j>>jitterBits) / jitterSteps
+}
+
+func (j Jitter) extra() time.Duration { return time.Duration(j >> jitterBits) }
+
+// String returns the expression that makes j, such as "ProportionalJitter(0.2)".
+func (j Jitter) String() string {
+	switch j.kind() {
+	case FullJitter:
+		return "FullJitter"
+	case EqualJitter:
+		return "EqualJitter"
+	case DecorrelatedJitter:
+		return "DecorrelatedJitter"
+	case NoJitter:
+		return "NoJitter"
+	case proportionalJitter:
+		return fmt.Sprintf("ProportionalJitter(%v)", j.fraction())
+	case additiveJitter:
+		return fmt.Sprintf("AdditiveJitter(%v)", j.extra())
+	}
+	return fmt.Sprintf("Jitter(%d)", int64(j))
+}
+
+// want says what j should have been, and is empty if it is good.
 func (j Jitter) want() string {
 	switch {
-	case j.kind == proportionalJitter && !(j.fraction > 0 && j.fraction <= 1):
-		return "a fraction above 0 and at most 1 (NoJitter is none at all)"
-	case j.kind == additiveJitter && j.extra <= 0:
-		return "a duration above 0 (NoJitter is none at all)"
+	case j >= FullJitter && j <= NoJitter:
+		return ""
+	case j.kind() == proportionalJitter:
+		if f := j.fraction(); !(f > 0 && f <= 1) {
+			return "a fraction above 0 and at most 1 (NoJitter is none at all)"
+		}
+		return ""
+	case j.kind() == additiveJitter:
+		if j.extra() <= 0 {
+			return "a duration above 0 (NoJitter is none at all)"
+		}
+		return ""
 	}
-	return ""
+	return "one of the constants, ProportionalJitter or AdditiveJitter"
 }
 
 // toDuration rounds ns to the nearest nanosecond, cut to [0, limit]; what is not

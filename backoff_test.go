@@ -28,7 +28,7 @@ func alwaysDraw(r float64) func() float64 { return func() float64 { return r } }
 
 // everyJitter holds one value of each kind, and both ends of the fraction's range.
 var everyJitter = []Jitter{
-	FullJitter(), EqualJitter(), DecorrelatedJitter(), NoJitter(),
+	FullJitter, EqualJitter, DecorrelatedJitter, NoJitter,
 	ProportionalJitter(0.2), ProportionalJitter(1), ProportionalJitter(math.SmallestNonzeroFloat64),
 	AdditiveJitter(100 * time.Millisecond), AdditiveJitter(math.MaxInt64),
 }
@@ -44,11 +44,11 @@ func faultOf(b Backoff) error {
 func longestDelay(b Backoff) time.Duration {
 	b = b.withDefaults()
 	sum := float64(b.Max)
-	switch b.Jitter.kind {
+	switch b.Jitter.kind() {
 	case proportionalJitter:
-		sum *= 1 + b.Jitter.fraction
+		sum *= 1 + b.Jitter.fraction()
 	case additiveJitter:
-		sum += float64(b.Jitter.extra)
+		sum += float64(b.Jitter.extra())
 	default:
 		return b.Max
 	}
@@ -77,8 +77,8 @@ func TestBackoffDefaults(t *testing.T) {
 			Backoff{Base: 50 * ms, Max: time.Hour, Multiplier: 2, Overload: time.Second, MaxHint: time.Minute}},
 		{"max below the default base", Backoff{Max: 10 * ms},
 			Backoff{Base: 10 * ms, Max: 10 * ms, Multiplier: 2, Overload: time.Second, MaxHint: time.Minute}},
-		{"all set", Backoff{Base: 1, Max: 2, Multiplier: 3, Jitter: NoJitter(), Overload: 4, MaxHint: 5},
-			Backoff{Base: 1, Max: 2, Multiplier: 3, Jitter: NoJitter(), Overload: 4, MaxHint: 5}},
+		{"all set", Backoff{Base: 1, Max: 2, Multiplier: 3, Jitter: NoJitter, Overload: 4, MaxHint: 5},
+			Backoff{Base: 1, Max: 2, Multiplier: 3, Jitter: NoJitter, Overload: 4, MaxHint: 5}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			got := tt.set.withDefaults()
@@ -110,11 +110,11 @@ func TestBackoffValidate(t *testing.T) {
 		{Backoff{Base: -time.Second}, []string{"Base = -1s, want 0 (default 50ms) or more"}},
 		{Backoff{Max: -time.Second}, []string{"Max = -1s, want 0 (default 2s) or more"}},
 		{Backoff{Base: 3 * time.Second, Max: time.Second}, []string{"Base = 3s, want at most Max = 1s"}},
-		{Backoff{Multiplier: -2}, []string{"Multiplier = -2, want 0 (default 2) or 1 and more"}},
-		{Backoff{Multiplier: 0.5}, []string{"Multiplier = 0.5, want 0 (default 2) or 1 and more"}},
-		{Backoff{Multiplier: math.NaN()}, []string{"Multiplier = NaN, want 0 (default 2) or 1 and more"}},
-		{Backoff{Multiplier: math.Inf(1)}, []string{"Multiplier = +Inf, want 0 (default 2) or 1 and more"}},
-		{Backoff{Multiplier: math.Inf(-1)}, []string{"Multiplier = -Inf, want 0 (default 2) or 1 and more"}},
+		{Backoff{Multiplier: -2}, []string{"Multiplier = -2, want 0 (default 2) or a finite number above 0"}},
+		{Backoff{Multiplier: 0.5}, nil},
+		{Backoff{Multiplier: math.NaN()}, []string{"Multiplier = NaN, want 0 (default 2) or a finite number above 0"}},
+		{Backoff{Multiplier: math.Inf(1)}, []string{"Multiplier = +Inf, want 0 (default 2) or a finite number above 0"}},
+		{Backoff{Multiplier: math.Inf(-1)}, []string{"Multiplier = -Inf, want 0 (default 2) or a finite number above 0"}},
 		{Backoff{Jitter: ProportionalJitter(0)},
 			[]string{"Jitter = ProportionalJitter(0), want a fraction above 0 and at most 1 (NoJitter is none at all)"}},
 		{Backoff{Jitter: ProportionalJitter(1.5)},
@@ -130,7 +130,7 @@ func TestBackoffValidate(t *testing.T) {
 		{Backoff{Base: -1, Max: -2, Multiplier: -3, Jitter: AdditiveJitter(-4), Overload: -5, MaxHint: -6}, []string{
 			"Base = -1ns, want 0 (default 50ms) or more",
 			"Max = -2ns, want 0 (default 2s) or more",
-			"Multiplier = -3, want 0 (default 2) or 1 and more",
+			"Multiplier = -3, want 0 (default 2) or a finite number above 0",
 			"Jitter = AdditiveJitter(-4ns), want a duration above 0 (NoJitter is none at all)",
 			"Overload = -5ns, want 0 (default 1s) or more",
 			"MaxHint = -6ns, want 0 (default 1m0s) or more",
@@ -155,8 +155,8 @@ func TestBackoffDocumentedTables(t *testing.T) {
 	for name, jitter := range documentedJitters {
 		t.Run(name, func(t *testing.T) {
 			doc := docs[name]
-			if jitter.kind == proportionalJitter && !strings.Contains(doc, "With ProportionalJitter(0.2):") ||
-				jitter.kind == additiveJitter && !strings.Contains(doc, "With AdditiveJitter(100 * time.Millisecond):") {
+			if jitter.kind() == proportionalJitter && !strings.Contains(doc, "With ProportionalJitter(0.2):") ||
+				jitter.kind() == additiveJitter && !strings.Contains(doc, "With AdditiveJitter(100 * time.Millisecond):") {
 				t.Errorf("the comment of %s does not say what its table is of", name)
 			}
 			rows := map[string][]string{}
@@ -183,12 +183,12 @@ func TestBackoffDocumentedTables(t *testing.T) {
 
 // documentedJitters are the values that the tables in the comments are made of.
 var documentedJitters = map[string]Jitter{
-	"FullJitter":         FullJitter(),
-	"EqualJitter":        EqualJitter(),
-	"DecorrelatedJitter": DecorrelatedJitter(),
+	"FullJitter":         FullJitter,
+	"EqualJitter":        EqualJitter,
+	"DecorrelatedJitter": DecorrelatedJitter,
 	"ProportionalJitter": ProportionalJitter(0.2),
 	"AdditiveJitter":     AdditiveJitter(100 * time.Millisecond),
-	"NoJitter":           NoJitter(),
+	"NoJitter":           NoJitter,
 }
 
 // A formula in a comment that differs from the code misleads whoever relies on
@@ -201,11 +201,11 @@ func TestBackoffDocumentedFormulas(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			formula := documentedFormula(t, docs[name], "delay")
 			for range 5000 {
-				fraction, extra := 1-rng.Float64(), time.Duration(1+rng.IntN(1e10))
+				fraction, extra := float64(1+rng.IntN(1e9))/1e9, time.Duration(1+rng.IntN(1e10)) // a Jitter keeps billionths
 				jitter := map[string]Jitter{
 					"ProportionalJitter": ProportionalJitter(fraction), "AdditiveJitter": AdditiveJitter(extra),
 				}[name]
-				if jitter == (Jitter{}) {
+				if jitter == 0 {
 					jitter = documentedJitters[name]
 				}
 				base := time.Duration(1 + rng.IntN(1e10))
@@ -243,8 +243,13 @@ func backoffDocs(t *testing.T) map[string]string {
 		case *ast.FuncDecl:
 			docs[decl.Name.Name] = decl.Doc.Text()
 		case *ast.GenDecl:
-			if spec, ok := decl.Specs[0].(*ast.TypeSpec); ok {
-				docs[spec.Name.Name] = decl.Doc.Text()
+			for _, spec := range decl.Specs {
+				switch spec := spec.(type) {
+				case *ast.TypeSpec:
+					docs[spec.Name.Name] = decl.Doc.Text()
+				case *ast.ValueSpec:
+					docs[spec.Names[0].Name] = spec.Doc.Text()
+				}
 			}
 		}
 	}
@@ -332,15 +337,15 @@ func TestBackoffNeverOverflows(t *testing.T) {
 						// The largest draw is 1 less 1/2^53, so the end of the range is met but for that much.
 						atEnd := float64(d) >= almostOne*float64(limit)
 						switch grew := multiplier > 1; {
-						case jitter.kind == fullJitter && draw == 0 && d != 0,
-							jitter.kind == fullJitter && draw == almostOne && grew && !atEnd,
-							jitter.kind == equalJitter && draw == almostOne && grew && !atEnd,
-							jitter.kind == noJitter && grew && d != b.Max,
-							jitter.kind == noJitter && !grew && d != b.Base,
-							jitter.kind == decorrelatedJitter && draw == 0 && d != b.Base,
-							jitter.kind == decorrelatedJitter && draw == almostOne && d != b.Max,
-							jitter.kind == additiveJitter && draw == almostOne && grew && !atEnd,
-							jitter.kind == proportionalJitter && draw == almostOne && grew && !atEnd:
+						case jitter.kind() == FullJitter && draw == 0 && d != 0,
+							jitter.kind() == FullJitter && draw == almostOne && grew && !atEnd,
+							jitter.kind() == EqualJitter && draw == almostOne && grew && !atEnd,
+							jitter.kind() == NoJitter && grew && d != b.Max,
+							jitter.kind() == NoJitter && !grew && d != b.Base,
+							jitter.kind() == DecorrelatedJitter && draw == 0 && d != b.Base,
+							jitter.kind() == DecorrelatedJitter && draw == almostOne && d != b.Max,
+							jitter.kind() == additiveJitter && draw == almostOne && grew && !atEnd,
+							jitter.kind() == proportionalJitter && draw == almostOne && grew && !atEnd:
 							t.Fatalf("%+v: delay(10000) with draw %v = %v, the end of the range is missed", b, draw, d)
 						}
 					}
@@ -380,18 +385,18 @@ func TestBackoffSamples(t *testing.T) {
 		low, high time.Duration // drawn evenly between them
 		limit     time.Duration // and then cut to this; 0 = not cut
 	}{
-		{FullJitter(), 1, 0, 0, ms(50), 0},
-		{FullJitter(), 4, ms(100), 0, ms(400), 0},
-		{FullJitter(), 7, ms(100), 0, ms(2000), 0},
-		{FullJitter(), 10_000, ms(2000), 0, ms(2000), 0},
-		{EqualJitter(), 1, 0, ms(25), ms(50), 0},
-		{EqualJitter(), 4, ms(100), ms(200), ms(400), 0},
-		{EqualJitter(), 10_000, ms(2000), ms(1000), ms(2000), 0},
-		{DecorrelatedJitter(), 1, 0, ms(50), ms(150), 0},
-		{DecorrelatedJitter(), 1, time.Hour, ms(50), ms(150), 0}, // retries that start again, as after pushback
-		{DecorrelatedJitter(), 2, ms(1), ms(50), ms(150), 0},     // a wait below Base
-		{DecorrelatedJitter(), 4, ms(100), ms(50), ms(300), 0},
-		{DecorrelatedJitter(), 10_000, ms(2000), ms(50), ms(6000), ms(2000)},
+		{FullJitter, 1, 0, 0, ms(50), 0},
+		{FullJitter, 4, ms(100), 0, ms(400), 0},
+		{FullJitter, 7, ms(100), 0, ms(2000), 0},
+		{FullJitter, 10_000, ms(2000), 0, ms(2000), 0},
+		{EqualJitter, 1, 0, ms(25), ms(50), 0},
+		{EqualJitter, 4, ms(100), ms(200), ms(400), 0},
+		{EqualJitter, 10_000, ms(2000), ms(1000), ms(2000), 0},
+		{DecorrelatedJitter, 1, 0, ms(50), ms(150), 0},
+		{DecorrelatedJitter, 1, time.Hour, ms(50), ms(150), 0}, // retries that start again, as after pushback
+		{DecorrelatedJitter, 2, ms(1), ms(50), ms(150), 0},     // a wait below Base
+		{DecorrelatedJitter, 4, ms(100), ms(50), ms(300), 0},
+		{DecorrelatedJitter, 10_000, ms(2000), ms(50), ms(6000), ms(2000)},
 		{ProportionalJitter(0.2), 1, 0, ms(40), ms(60), 0},
 		{ProportionalJitter(0.2), 4, ms(100), ms(320), ms(480), 0},
 		{ProportionalJitter(0.2), 10_000, ms(2000), ms(1600), ms(2400), 0},
@@ -466,9 +471,9 @@ func TestBackoffDelayDrawsAtOnce(t *testing.T) {
 		}
 		wg.Wait()
 		switch {
-		case jitter == NoJitter() && len(seen) != 1:
+		case jitter == NoJitter && len(seen) != 1:
 			t.Errorf("%v: %d different delays, want one", jitter, len(seen))
-		case jitter != NoJitter() && len(seen) < 1000:
+		case jitter != NoJitter && len(seen) < 1000:
 			t.Errorf("%v: %d different delays in 8000", jitter, len(seen))
 		}
 	}
@@ -478,8 +483,8 @@ func TestBackoffDelayDrawsAtOnce(t *testing.T) {
 // user's own would spin against a server that is down.
 func TestBackoffDelayOfRefusedBackoff(t *testing.T) {
 	for _, b := range []Backoff{
-		{Base: -time.Second, Jitter: NoJitter()},
-		{Max: -time.Second, Jitter: DecorrelatedJitter()},
+		{Base: -time.Second, Jitter: NoJitter},
+		{Max: -time.Second, Jitter: DecorrelatedJitter},
 		{Base: time.Hour, Max: time.Second},
 		{Multiplier: math.NaN()},
 		{Jitter: AdditiveJitter(-time.Hour)},
@@ -506,7 +511,7 @@ func TestBackoffDelayOfRefusedBackoff(t *testing.T) {
 // wait than the first retry has.
 func TestBackoffDelayBelowFirstRetry(t *testing.T) {
 	for _, retry := range []int{math.MinInt, -1, 0, 1} {
-		b := Backoff{Jitter: NoJitter()}
+		b := Backoff{Jitter: NoJitter}
 		if d := b.Delay(retry, 0); d != 50*time.Millisecond {
 			t.Errorf("Delay(%d) = %v, want 50ms", retry, d)
 		}
@@ -552,7 +557,7 @@ func TestBackoffFunc(t *testing.T) {
 
 // Without Func, next is the formula with the source that it was given.
 func TestBackoffNextIsDelay(t *testing.T) {
-	b := Backoff{Jitter: DecorrelatedJitter()}.withDefaults()
+	b := Backoff{Jitter: DecorrelatedJitter}.withDefaults()
 	if got, want := b.next(2, 400*time.Millisecond, &Attempt{}, alwaysDraw(0.5)), 625*time.Millisecond; got != want {
 		t.Errorf("next = %v, want %v: halfway from 50ms to 1.2s", got, want)
 	}
@@ -580,7 +585,7 @@ func TestBackoffDelays(t *testing.T) {
 
 // Policies are compared to tell whether a reload changed anything.
 func TestJitterIsComparable(t *testing.T) {
-	if FullJitter() != (Jitter{}) {
+	if FullJitter != 0 {
 		t.Error("the zero Jitter is not FullJitter")
 	}
 	same := map[Jitter]int{}
@@ -603,7 +608,7 @@ func TestBackoffString(t *testing.T) {
 		b    Backoff
 		want string
 	}{
-		{Backoff{}, "50ms times 2 up to 2s, FullJitter(); overload 1s; hints up to 1m0s"},
+		{Backoff{}, "50ms times 2 up to 2s, FullJitter; overload 1s; hints up to 1m0s"},
 		{Backoff{Base: time.Second, Multiplier: 1.6, Max: time.Minute, Jitter: ProportionalJitter(0.2), Overload: 3, MaxHint: 4},
 			"1s times 1.6 up to 1m0s, ProportionalJitter(0.2); overload 3ns; hints up to 4ns"},
 		{Backoff{Func: func(int, time.Duration, Attempt) time.Duration { return 0 }},
@@ -618,9 +623,9 @@ func TestBackoffString(t *testing.T) {
 // String is what an explanation of the policy in force prints.
 func TestJitterString(t *testing.T) {
 	for want, j := range map[string]Jitter{
-		"FullJitter()": {}, "EqualJitter()": EqualJitter(), "DecorrelatedJitter()": DecorrelatedJitter(),
+		"FullJitter": 0, "EqualJitter": EqualJitter, "DecorrelatedJitter": DecorrelatedJitter,
 		"ProportionalJitter(0.2)": ProportionalJitter(0.2), "AdditiveJitter(100ms)": AdditiveJitter(100 * time.Millisecond),
-		"NoJitter()": NoJitter(),
+		"NoJitter": NoJitter,
 	} {
 		if got := j.String(); got != want {
 			t.Errorf("String of %#v = %q, want %q", j, got, want)
@@ -669,11 +674,11 @@ func TestJitterContention(t *testing.T) {
 		published float64 // calls; 0 = not in the article
 	}{
 		{"no backoff", none, 2423},
-		{"NoJitter", with(10, NoJitter()), 1857},
-		{"DecorrelatedJitter", with(5, DecorrelatedJitter()), 1005},
+		{"NoJitter", with(10, NoJitter), 1857},
+		{"DecorrelatedJitter", with(5, DecorrelatedJitter), 1005},
 		{"ProportionalJitter", with(10, ProportionalJitter(0.2)), 0},
-		{"EqualJitter", with(10, EqualJitter()), 810},
-		{"FullJitter", with(10, FullJitter()), 796},
+		{"EqualJitter", with(10, EqualJitter), 810},
+		{"FullJitter", with(10, FullJitter), 796},
 	}
 	t.Logf("means of %d rounds of %d clients", rounds, clients)
 	t.Logf("%-20s %8s %10s %8s", "jitter", "calls", "published", "time")
@@ -786,13 +791,13 @@ func FuzzBackoffDelay(f *testing.F) {
 	f.Add(int64(0), int64(0), 0.0, uint8(0), 0.0, int64(0), 1, int64(0), 0.5)
 	f.Add(int64(time.Hour), int64(math.MaxInt64), math.MaxFloat64, uint8(proportionalJitter), 1.0, int64(0), 10_000, int64(math.MaxInt64), almostOne)
 	f.Add(int64(1), int64(math.MaxInt64), 1.0, uint8(additiveJitter), 0.0, int64(math.MaxInt64), math.MaxInt, int64(-1), 0.0)
-	f.Add(int64(-1), int64(-1), math.NaN(), uint8(decorrelatedJitter), math.NaN(), int64(-1), math.MinInt, int64(math.MinInt64), 0.0)
+	f.Add(int64(-1), int64(-1), math.NaN(), uint8(DecorrelatedJitter), math.NaN(), int64(-1), math.MinInt, int64(math.MinInt64), 0.0)
 	f.Fuzz(func(t *testing.T, base, maxDelay int64, multiplier float64, kind uint8, fraction float64, extra int64, retry int, previous int64, draw float64) {
 		if !(draw >= 0 && draw < 1) {
 			t.Skip("a random source does not give this")
 		}
 		jitter := []Jitter{
-			FullJitter(), EqualJitter(), DecorrelatedJitter(), ProportionalJitter(fraction), AdditiveJitter(time.Duration(extra)), NoJitter(),
+			FullJitter, EqualJitter, DecorrelatedJitter, ProportionalJitter(fraction), AdditiveJitter(time.Duration(extra)), NoJitter,
 		}[kind%6]
 		b := Backoff{Base: time.Duration(base), Max: time.Duration(maxDelay), Multiplier: multiplier, Jitter: jitter}
 		err := faultOf(b)
@@ -821,7 +826,7 @@ func FuzzBackoffDelay(f *testing.F) {
 // The parallel rows must not be slower per operation than the serial ones: a lock
 // around the random source would make every failing call wait for every other.
 func BenchmarkBackoffDelay(b *testing.B) {
-	for _, jitter := range []Jitter{FullJitter(), EqualJitter(), DecorrelatedJitter(), ProportionalJitter(0.2), AdditiveJitter(time.Second), NoJitter()} {
+	for _, jitter := range []Jitter{FullJitter, EqualJitter, DecorrelatedJitter, ProportionalJitter(0.2), AdditiveJitter(time.Second), NoJitter} {
 		policy := Backoff{Jitter: jitter}.withDefaults()
 		name, _, _ := strings.Cut(jitter.String(), "(")
 		b.Run("jitter="+name+"/mode=serial", func(b *testing.B) {

@@ -567,6 +567,7 @@ func (c *call) close() {
 func (c *call) recycle() {
 	if d := c.dest; d != nil && c.succeeded && c.ctx.Err() == nil {
 		d.peer, d.header, d.trailer = peer.Peer{}, nil, nil
+		d.reached.Store(false)
 		if !d.plain {
 			clear(d.inline[:])
 			d.opts = nil

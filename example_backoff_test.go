@@ -11,7 +11,7 @@ import (
 
 // The exponential delays of the default Backoff, without the jitter.
 func ExampleBackoff_Delay() {
-	b := grpcretry.Backoff{Jitter: grpcretry.NoJitter()}
+	b := grpcretry.Backoff{Jitter: grpcretry.NoJitter}
 	for retry := 1; retry <= 7; retry++ {
 		fmt.Println(retry, b.Delay(retry, 0))
 	}
