@@ -205,6 +205,18 @@ func (c *call) sendKey(key string) {
 	c.base = metadata.AppendToOutgoingContext(c.ctx, keyHeader, key)
 }
 
+// run is the loop: attempt after attempt, until the ladder says that this one's
+// result is the call's.
+func (c *call) run(attempt func(context.Context, []grpc.CallOption) error) error {
+	defer c.close()
+	for {
+		err := attempt(c.start())
+		if !c.end(err) || !c.wait() {
+			return c.finish(err)
+		}
+	}
+}
+
 // start begins the next attempt and gives what to call it with. Its context
 // descends from the caller's, never from that of an earlier attempt.
 func (c *call) start() (context.Context, []grpc.CallOption) {

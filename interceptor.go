@@ -74,8 +74,7 @@ func (r *Retrier) DialOptions() []grpc.DialOption {
 // installs it without [Retrier.DialOptions] should give grpc.WithDisableRetry too.
 func (r *Retrier) UnaryClientInterceptor() grpc.UnaryClientInterceptor { return r.unary }
 
-// unary makes one call: attempt after attempt until the ladder says that this
-// one's result is the call's.
+// unary makes one call.
 func (r *Retrier) unary(ctx context.Context, fullMethod string, req, reply any, cc *grpc.ClientConn, invoker grpc.UnaryInvoker, opts ...grpc.CallOption) error {
 	c, err := r.begin(ctx, fullMethod, cc, opts)
 	if err != nil {
@@ -84,16 +83,13 @@ func (r *Retrier) unary(ctx context.Context, fullMethod string, req, reply any, 
 	if c == nil {
 		return invoker(ctx, fullMethod, req, reply, cc, opts...)
 	}
-	defer c.close()
 	c.request = req
-	for {
-		attemptCtx, attemptOpts := c.start()
-		err := invoker(attemptCtx, fullMethod, req, reply, cc, attemptOpts...)
-		if !c.end(err) || !c.wait() {
-			return c.finish(err)
+	return c.run(func(ctx context.Context, opts []grpc.CallOption) error {
+		if c.number > 1 {
+			reset(reply)
 		}
-		reset(reply)
-	}
+		return invoker(ctx, fullMethod, req, reply, cc, opts...)
+	})
 }
 
 // reset empties a reply that a failed attempt may have filled: some codecs

@@ -2,7 +2,6 @@ package grpcretry
 
 import (
 	"context"
-	"errors"
 	"log/slog"
 
 	"google.golang.org/grpc"
@@ -213,5 +212,3 @@ type (
 	// another one further in passes it through and their retries do not multiply.
 	takenOption struct{ grpc.EmptyCallOption }
 )
-
-var errNilEdit = errors.New("grpcretry: WithCallPolicy: callback is nil, want a function")
