@@ -19,7 +19,7 @@ import (
 // hint. It is immutable and comparable.
 type CodeSet struct {
 	mask uint32 // bit c is code c; explicitSet tells Codes() from the zero value
-	bad  uint32 // 1 + the first code that cannot be in a set, for validate
+	bad  uint64 // 1 + the first code that cannot be in a set, for validate
 }
 
 const explicitSet = 1 << 31
@@ -35,7 +35,7 @@ func Codes(c ...codes.Code) CodeSet {
 	for _, c := range c {
 		if c == codes.OK || c >= codes.Code(len(codeNames)) {
 			if s.bad == 0 {
-				s.bad = uint32(c) + 1
+				s.bad = uint64(c) + 1
 			}
 			continue
 		}
