@@ -145,6 +145,7 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	}
 	c.policy, c.source = c.method.policy, c.method.source
 	c.idempotency, c.idemSource = c.method.idempotency, c.method.idemSource
+	c.started = now()
 	if edits > 0 {
 		c.consultResolver()
 		if err := c.edit(); err != nil {
@@ -157,9 +158,8 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	}
 	c.target = r.targets.of(cc)
 	c.budget = c.target.budget
-	c.started = now()
 	if c.policy.Timeout > 0 {
-		c.due = c.started.time(time.Now()).Add(c.policy.Timeout)
+		c.due = earlier(c.due, c.started.time(time.Now()).Add(c.policy.Timeout))
 	}
 	c.trace.begin(ctx)
 	c.observed = c.report != nil || len(r.hooks) > 0 || c.trace.recording
