@@ -338,8 +338,6 @@ func decide(f *facts, retryIf func() Verdict, backoff func() time.Duration) deci
 		return stop(ReasonSuccess)
 	case f.parentDone:
 		return stop(ReasonParentDone)
-	case f.timeUp:
-		return stop(ReasonDeadline)
 	case f.closed:
 		return stop(ReasonClosed)
 	case f.disabled:
@@ -348,6 +346,8 @@ func decide(f *facts, retryIf func() Verdict, backoff func() time.Duration) deci
 		return stop(ReasonInboundRetry)
 	case f.committed:
 		return stop(ReasonCommitted)
+	case f.timeUp && f.code == codes.DeadlineExceeded:
+		return stop(ReasonDeadline) // the call's own Timeout ended the attempt
 	case f.hint.stop, f.hint.delay > f.policy.Backoff.MaxHint:
 		return decision{reason: ReasonPushbackStop, failure: true}
 	case f.permanent:
