@@ -2,6 +2,7 @@ package grpcretry
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 
 	"google.golang.org/grpc"
@@ -94,11 +95,12 @@ func WithoutResolverConfig() Option {
 }
 
 // WithBudget makes every target share the one budget b. The default is a
-// budget of its own, NewBudget(BudgetConfig{}), for each target.
+// budget of its own, NewBudget(BudgetConfig{}), for each target. A nil budget,
+// also a nil pointer to one, is an error of New.
 func WithBudget(b Budget) Option {
 	return wiringOption{"WithBudget", func(c *config) {
-		if b == nil {
-			c.faults.add("WithBudget: budget is nil, want a Budget (Unlimited() for none)")
+		if what := unusable(b); what != "" {
+			c.faults.add("WithBudget: budget is %s, want one of this package (Unlimited() for none)", what)
 			return
 		}
 		c.setBudget(func(string) Budget { return b })
@@ -107,7 +109,7 @@ func WithBudget(b Budget) Option {
 
 // WithBudgetPerTarget calls newBudget once for each target, with its canonical
 // name, to get its budget. newBudget must not be nil and must be safe for
-// concurrent use; where it returns nil the default budget is used.
+// concurrent use; where it returns nil, or a nil pointer, the default budget is used.
 func WithBudgetPerTarget(newBudget func(target string) Budget) Option {
 	return wiringOption{"WithBudgetPerTarget", func(c *config) {
 		if newBudget == nil {
@@ -116,6 +118,23 @@ func WithBudgetPerTarget(newBudget func(target string) Budget) Option {
 		}
 		c.setBudget(newBudget)
 	}}
+}
+
+// unusable says what is wrong with b; it is empty for a budget that can be asked.
+func unusable(b Budget) string {
+	switch b := b.(type) {
+	case nil:
+		return "nil"
+	case unlimited, *allOf:
+		return ""
+	case *TokenBudget, *Throttle:
+		if isNil(b.(leaf)) {
+			return fmt.Sprintf("a nil %T", b)
+		}
+		return ""
+	default: // something that embeds a Budget, perhaps a nil one
+		return fmt.Sprintf("a %T", b)
+	}
 }
 
 func (c *config) setBudget(newBudget func(string) Budget) {

@@ -58,7 +58,7 @@ func (t *targets) add(dialed string, cc *grpc.ClientConn) *target {
 	if t.newBudget != nil {
 		budget = t.newBudget(name) // user code, so outside the lock
 	}
-	if budget == nil {
+	if unusable(budget) != "" {
 		budget = defaultBudget()
 	}
 	t.mu.Lock()
