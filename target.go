@@ -61,24 +61,30 @@ func (t *targets) add(dialed string, cc *grpc.ClientConn) *target {
 	if unusable(budget) != "" {
 		budget = defaultBudget()
 	}
+	x, isNew := t.keep(dialed, name, budget)
+	if isNew && t.onNew != nil {
+		t.onNew(x) // it logs, and a log handler may make calls of its own
+	}
+	return x
+}
+
+// keep stores the target, unless another call was faster.
+func (t *targets) keep(dialed, name string, budget Budget) (x *target, isNew bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.byName == nil {
 		t.byName = map[string]*target{}
 	}
-	x := t.byName[dialed]
+	x = t.byName[dialed]
 	if x == nil {
 		x = t.byName[name]
 	}
 	if x == nil {
-		x = &target{name: name, dialed: dialed, budget: budget}
+		x, isNew = &target{name: name, dialed: dialed, budget: budget}, true
 		t.byName[name] = x
-		if t.onNew != nil {
-			t.onNew(x)
-		}
 	}
 	t.byName[dialed] = x
-	return x
+	return x, isNew
 }
 
 // defaultBudget is the budget of a target for which nothing else was asked.
