@@ -39,7 +39,7 @@ func left(deadline, now time.Time) time.Duration {
 }
 
 // sleep waits for d and reports true, or returns false as soon as ctx is done.
-// A context that is done already wins over a wait of 0.
+// A context that is done by the end of the wait wins, also over a wait of 0.
 func sleep(ctx context.Context, d time.Duration) bool {
 	if ctx.Err() != nil {
 		return false
@@ -51,7 +51,7 @@ func sleep(ctx context.Context, d time.Duration) bool {
 	defer timer.Stop()
 	select {
 	case <-timer.C:
-		return true
+		return ctx.Err() == nil // both at once: no attempt for a caller who has left
 	case <-ctx.Done():
 		return false
 	}
