@@ -237,8 +237,8 @@ func (s *policySet) resolve(fullMethod string) *method {
 func declaredIdempotent(fullMethod string) bool {
 	service, name, _ := strings.Cut(fullMethod[1:], "/")
 	d, err := protoregistry.GlobalFiles.FindDescriptorByName(protoreflect.FullName(service + "." + name))
-	if err != nil {
-		return false
+	if err != nil || d.Parent().FullName() != protoreflect.FullName(service) {
+		return false // unknown, or the dots of another service's method
 	}
 	options, _ := d.Options().(*descriptorpb.MethodOptions)
 	switch options.GetIdempotencyLevel() {
