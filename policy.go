@@ -6,6 +6,8 @@ import (
 	"math"
 	"strings"
 	"time"
+
+	"google.golang.org/grpc/codes"
 )
 
 // Defaults of a [Policy]'s zero fields.
@@ -279,12 +281,27 @@ func (e Effective) String() string {
 		line("attempts", "at most %d", p.MaxAttempts)
 	}
 	line("codes", "%v", p.Codes)
-	line("backoff", "%v", p.Backoff)
-	if p.Timeout > 0 {
-		line("timeout", "%v for the whole call", p.Timeout)
+	if p.Codes.Has(codes.ResourceExhausted) && !p.RetryQuota {
+		line("", "RESOURCE_EXHAUSTED only with the server's hint when to come back")
 	}
-	if p.AttemptTimeout > 0 {
-		line("", "%v for an attempt", p.AttemptTimeout)
+	if p.RetryIf != nil {
+		line("", "RetryIf may decide otherwise")
+	}
+	line("backoff", "%v", p.Backoff)
+	label := "timeout"
+	for _, t := range []struct {
+		limit time.Duration
+		what  string
+	}{
+		{p.Timeout, "for the whole call"},
+		{p.AttemptTimeout, "for an attempt"},
+		{p.FirstResponseTimeout, "for the first response of a stream"},
+		{p.IdleTimeout, "between the responses of a stream"},
+	} {
+		if t.limit > 0 {
+			line(label, "%v %s", t.limit, t.what)
+			label = ""
+		}
 	}
 	switch p.Idempotency {
 	case Inherit:
