@@ -56,6 +56,7 @@ func (r *Retrier) Update(opts ...Option) error {
 	if err := c.faults.err(); err != nil {
 		return err
 	}
+	set.logs = r.set.Load().logs // a new policy is no reason to tell everything once more
 	r.set.Store(set)
 	return nil
 }

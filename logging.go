@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -25,11 +26,46 @@ type throttledLine struct {
 // the one before.
 func (t *throttledLine) allow(now time.Time) (suppressed int64, ok bool) {
 	next := t.next.Load()
-	if now.UnixNano() < next || !t.next.CompareAndSwap(next, now.Add(givenUpInterval).UnixNano()) {
+	wait := next - now.UnixNano()
+	// A longer wait than the interval means that the clock was set back.
+	if wait > 0 && wait <= int64(givenUpInterval) || !t.next.CompareAndSwap(next, now.Add(givenUpInterval).UnixNano()) {
 		t.suppressed.Add(1)
 		return 0, false
 	}
 	return t.suppressed.Swap(0), true
+}
+
+// methodLog is what the log has told of one method.
+type methodLog struct {
+	// declined is set once the log has told that a retry was refused for want
+	// of idempotency.
+	declined atomic.Bool
+	givenUp  throttledLine
+}
+
+// methodLogs outlive a change of policies. The zero value is ready.
+type methodLogs struct {
+	others methodLog // of all methods beyond maxMethodsKept
+
+	mu     sync.Mutex
+	byName map[string]*methodLog
+}
+
+func (l *methodLogs) of(name string) *methodLog {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if m := l.byName[name]; m != nil {
+		return m
+	}
+	if len(l.byName) >= maxMethodsKept {
+		return &l.others
+	}
+	if l.byName == nil {
+		l.byName = map[string]*methodLog{}
+	}
+	m := new(methodLog)
+	l.byName[name] = m
+	return m
 }
 
 func (r *Retrier) log() *slog.Logger {
@@ -42,7 +78,7 @@ func (r *Retrier) log() *slog.Logger {
 // logDeclined tells, once per method, that a retry was refused only because
 // nobody said that the method is idempotent, and how to say it.
 func (r *Retrier) logDeclined(c *call, a *Attempt) {
-	if a.Code != codes.Unavailable || c.idempotency != Inherit || !c.method.declined.CompareAndSwap(false, true) {
+	if a.Code != codes.Unavailable || c.idempotency != Inherit || !c.method.log.declined.CompareAndSwap(false, true) {
 		return
 	}
 	r.log().LogAttrs(c.ctx, slog.LevelWarn, "grpcretry: not retried: the server may have processed the call, and nothing says that the method is idempotent",
@@ -66,7 +102,7 @@ func (r *Retrier) logRetry(c *call, a *Attempt) {
 // which may hold personal data.
 func (r *Retrier) logGivenUp(c *call, err error) {
 	wall := time.Now()
-	suppressed, ok := c.method.givenUp.allow(wall)
+	suppressed, ok := c.method.log.givenUp.allow(wall)
 	if !ok {
 		return
 	}

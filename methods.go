@@ -79,10 +79,7 @@ type method struct {
 	// proven is the target for which a call of this method has shown that our
 	// call options reach grpc.
 	proven atomic.Pointer[target]
-	// declined is set once the log has told that a retry was refused for want
-	// of idempotency.
-	declined *atomic.Bool
-	givenUp  *throttledLine
+	log *methodLog
 }
 
 // policySet is what New or Update installed: immutable but for its cache.
@@ -92,10 +89,9 @@ type policySet struct {
 	fallback       *Policy            // nil without WithDefaultPolicy
 	followResolver bool
 
-	cache    atomic.Pointer[map[string]*method]
-	mu       sync.Mutex
-	declined atomic.Bool   // shared by all methods beyond the cache,
-	givenUp  throttledLine // and so is this
+	cache atomic.Pointer[map[string]*method]
+	mu    sync.Mutex
+	logs  *methodLogs // those of the policySet before this one, if there was one
 }
 
 // newPolicySet indexes what the options said, and adds to c.faults what is wrong with it.
@@ -105,6 +101,7 @@ func newPolicySet(c *config) *policySet {
 		service:        map[string]*Policy{},
 		idempotent:     map[string]bool{},
 		followResolver: !c.noResolver,
+		logs:           new(methodLogs),
 	}
 	s.cache.Store(&map[string]*method{})
 	f := &c.faults
@@ -159,6 +156,7 @@ func (s *policySet) level(key string) *Policy {
 }
 
 // lookup gives what is known of a full method; on the usual path it is one map access.
+// Methods that the cache has no room for are resolved at each call.
 func (s *policySet) lookup(fullMethod string) *method {
 	if m := (*s.cache.Load())[fullMethod]; m != nil {
 		return m
@@ -171,9 +169,10 @@ func (s *policySet) lookup(fullMethod string) *method {
 		return m
 	}
 	if len(old) >= maxMethodsKept {
-		m.declined, m.givenUp = &s.declined, &s.givenUp
+		m.log = &s.logs.others
 		return m
 	}
+	m.log = s.logs.of(m.name)
 	cache := make(map[string]*method, len(old)+1)
 	for name, m := range old {
 		cache[name] = m
@@ -190,7 +189,7 @@ func (s *policySet) resolve(fullMethod string) *method {
 	if !strings.HasPrefix(name, "/") {
 		name = "/" + name
 	}
-	m := &method{name: name, rpc: name[1:], follow: s.followResolver, declined: new(atomic.Bool), givenUp: new(throttledLine)}
+	m := &method{name: name, rpc: name[1:], follow: s.followResolver}
 	service := name[:strings.LastIndex(name, "/")+1]
 
 	policy := &Policy{}
