@@ -79,7 +79,7 @@ type method struct {
 	// proven is the target for which a call of this method has shown that our
 	// call options reach grpc.
 	proven atomic.Pointer[target]
-	log *methodLog
+	log    *methodLog
 }
 
 // policySet is what New or Update installed: immutable but for its cache.
