@@ -145,10 +145,15 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	}
 	c.policy, c.source = c.method.policy, c.method.source
 	c.idempotency, c.idemSource = c.method.idempotency, c.method.idemSource
+	c.target = r.targets.of(cc)
 	c.started = now()
 	if edits > 0 {
 		c.consultResolver()
 		if err := c.edit(); err != nil {
+			if c.report != nil {
+				*c.report = Report{Method: c.method.name, Target: c.target.name}
+			}
+			c.recycle()
 			return nil, err
 		}
 	}
@@ -156,7 +161,6 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	if hasKey || c.idempotency == Keyed {
 		c.sendKey(key)
 	}
-	c.target = r.targets.of(cc)
 	c.budget = c.target.budget
 	if c.policy.Timeout > 0 {
 		c.due = earlier(c.due, c.started.time(time.Now()).Add(c.policy.Timeout))

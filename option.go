@@ -194,7 +194,9 @@ type Hooks struct {
 // WithCallPolicy edits, for one call, a copy of the policy in force, in which
 // the defaults are filled in. An edit that leaves the policy invalid fails the
 // call with INTERNAL, and the message names the field. Several are applied in
-// order. Without the interceptor it does nothing.
+// order. They run again if the ClientConn's service config, and with it another
+// policy to edit, arrives only while the first attempt waits for a connection.
+// Without the interceptor it does nothing.
 func WithCallPolicy(edit func(*Policy)) grpc.CallOption { return callPolicyOption{edit: edit} }
 
 // WithoutRetry makes the call once. Without the interceptor it does nothing.

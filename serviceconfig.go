@@ -21,8 +21,11 @@ func (c *call) consultResolver() {
 	if c.consulted || c.cc == nil || !c.method.follow {
 		return
 	}
-	c.consulted = true
 	mc := c.cc.GetMethodConfig(c.method.name)
+	if c.number == 0 && mc.RetryPolicy == nil && mc.Timeout == nil && mc.WaitForReady == nil {
+		return // perhaps not yet resolved: ask again after the attempt
+	}
+	c.consulted = true
 	if mc.WaitForReady != nil && !c.failFastSaid() {
 		c.waitReady = *mc.WaitForReady
 	}
@@ -31,7 +34,7 @@ func (c *call) consultResolver() {
 		c.due = earlier(c.due, c.started.time(time.Now()).Add(*mc.Timeout))
 	}
 	retry := mc.RetryPolicy
-	if retry == nil || c.source == SourceCall {
+	if retry == nil {
 		return
 	}
 	p := c.method.resolved.Load()
@@ -50,6 +53,20 @@ func (c *call) consultResolver() {
 			retry.MaxAttempts, retry.InitialBackoff, retry.MaxBackoff, retry.BackoffMultiplier, Codes(set...))}
 		c.method.resolved.Store(p)
 	}
+	edited := c.source == SourceCall
+	policy, idempotency, idemSource := c.policy, c.idempotency, c.idemSource
+	if edited { // before there was a config: once more, of what the config says
+		c.policy, c.source = c.method.policy, c.method.source
+		c.idempotency, c.idemSource = c.method.idempotency, c.method.idemSource
+	}
+	c.follow(p)
+	if edited && c.edit() != nil {
+		c.policy, c.source, c.idempotency, c.idemSource = policy, SourceCall, idempotency, idemSource
+	}
+}
+
+// follow puts p in force as far as nothing in code says otherwise.
+func (c *call) follow(p *resolverPolicy) {
 	if c.method.resolver {
 		c.policy, c.source = &p.policy, SourceResolver
 	}
