@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -106,6 +105,9 @@ type Budget interface {
 	sealed()
 	// state leaves Target and Method empty.
 	state() BudgetState
+	// retract is Release for a grant that is not to count as one, because
+	// another budget refused.
+	retract(Grant)
 }
 
 // A leaf is a budget that is not made of others.
@@ -113,15 +115,15 @@ type leaf interface {
 	Budget
 	take(Cost) (paid uint32, ok bool) // Reserve, for one slot of a Grant
 	give(paid uint32)                 // Release, or Settle of a winner
-	undo(paid uint32)                 // give, and the grant is not counted
+	undo(paid uint32)                 // retract
 }
 
 // BudgetState is a snapshot of one budget. Its numbers are read one after the
 // other, so calls that run meanwhile can show in some of them and not yet in
 // others.
 type BudgetState struct {
-	// Target and Method say what the budget is for: a canonical target, and a
-	// pattern for full methods if the budget is for these alone.
+	// Target and Method say what the budget is for: the canonical name of a
+	// target, or, of a [WithMethodBudget], the pattern of its full methods.
 	Target, Method string
 	// Balance is Tokens/Capacity, from 0 to 1.
 	Balance float64
@@ -203,7 +205,7 @@ type BudgetCosts struct {
 type TokenBudget struct {
 	limits atomic.Pointer[limits]
 	base   time.Time  // the zero of the milliseconds in word
-	mu     sync.Mutex // held by rescale
+	mu     sync.Mutex // held by Rescale
 
 	// What calls write lies on cache lines of its own, each written by as few
 	// of them as possible.
@@ -308,6 +310,8 @@ func (b *TokenBudget) Balance() float64 {
 
 func (b *TokenBudget) sealed() {}
 
+func (b *TokenBudget) retract(g Grant) { b.undo(g.paid[0]) }
+
 func (b *TokenBudget) state() BudgetState {
 	tokens, capacity := b.level()
 	return BudgetState{
@@ -320,10 +324,12 @@ func (b *TokenBudget) state() BudgetState {
 	}
 }
 
-// rescale puts c in force while calls run. A changed capacity scales the
-// balance, so that the share which is left stays the same; grants, counts and
-// the time of the next free retry are kept.
-func (b *TokenBudget) rescale(c BudgetConfig) error {
+// Rescale puts c in force while calls run. A changed capacity scales the
+// balance, so that the share which is left stays the same: a reload neither
+// refills the budget nor empties it. Grants, counts and the time of the next
+// free retry are kept. On an error, which names every field of c whose value is
+// out of range, nothing changes; the zero TokenBudget has no limits to change.
+func (b *TokenBudget) Rescale(c BudgetConfig) error {
 	l, err := c.limits()
 	if err != nil {
 		return err
@@ -541,160 +547,6 @@ func (c BudgetConfig) limits() (*limits, error) {
 	}
 	return &l, nil
 }
-
-// AllOf returns a budget that grants an extra attempt only if every one of b
-// does, e.g. one for a target and one for a method of it. They are asked from
-// left to right; when one refuses, those before it get back what they gave.
-// Its Balance is the lowest of theirs.
-//
-// Budgets that are themselves made by AllOf are taken apart, and one that
-// occurs twice is asked once; at most four may be left. The error names every
-// entry that is nil. An empty list is an error too, since it would limit
-// nothing: [Unlimited] says that openly.
-func AllOf(b ...Budget) (Budget, error) {
-	var leaves []leaf
-	var errs []error
-	for i, b := range b {
-		switch b := b.(type) {
-		case *allOf:
-			leaves = append(leaves, b.leaves...)
-		case leaf:
-			if isNil(b) {
-				errs = append(errs, fmt.Errorf("grpcretry: AllOf: budget %d is a nil %T, want a budget", i, b))
-				continue
-			}
-			leaves = append(leaves, b)
-		case unlimited:
-			// Grants whatever the others grant.
-		case nil:
-			errs = append(errs, fmt.Errorf("grpcretry: AllOf: budget %d is nil, want a budget", i))
-		default: // something that embeds a Budget
-			errs = append(errs, fmt.Errorf("grpcretry: AllOf: budget %d is a %T, want a budget of this package", i, b))
-		}
-	}
-	if len(b) == 0 {
-		errs = append(errs, fmt.Errorf("grpcretry: AllOf: 0 budgets, want 1 to %d", maxLeaves))
-	}
-	var a allOf
-	for _, l := range leaves {
-		if !slices.Contains(a.leaves, l) {
-			a.leaves = append(a.leaves, l)
-		}
-	}
-	if n := len(a.leaves); n > maxLeaves {
-		errs = append(errs, fmt.Errorf("grpcretry: AllOf: %d different budgets, want 1 to %d", n, maxLeaves))
-	}
-	if err := errors.Join(errs...); err != nil {
-		return nil, err
-	}
-	switch len(a.leaves) {
-	case 0: // every entry was Unlimited
-		return Unlimited(), nil
-	case 1:
-		return a.leaves[0], nil
-	}
-	return &a, nil
-}
-
-// isNil reports whether l is a nil pointer of one of the leaf types.
-func isNil(l leaf) bool {
-	switch l := l.(type) {
-	case *TokenBudget:
-		return l == nil
-	case *Throttle:
-		return l == nil
-	}
-	return false
-}
-
-// allOf joins two to maxLeaves different leaves.
-type allOf struct {
-	leaves []leaf
-	_      pad
-	tally
-	_ pad
-}
-
-func (a *allOf) Enter() {
-	for _, l := range a.leaves {
-		l.Enter()
-	}
-}
-
-func (a *allOf) Leave() {
-	for _, l := range a.leaves {
-		l.Leave()
-	}
-}
-
-func (a *allOf) Record(o Outcome) {
-	for _, l := range a.leaves {
-		l.Record(o)
-	}
-}
-
-func (a *allOf) Reserve(c Cost) (g Grant, ok bool) {
-	for i, l := range a.leaves {
-		if g.paid[i], ok = l.take(c); !ok {
-			for j := range i {
-				a.leaves[j].undo(g.paid[j])
-			}
-			return Grant{}, a.count(false)
-		}
-	}
-	return g, a.count(true)
-}
-
-func (a *allOf) Release(g Grant) {
-	for i, l := range a.leaves {
-		l.give(g.paid[i])
-	}
-}
-
-func (a *allOf) Settle(g Grant, won bool) {
-	if won {
-		a.Release(g)
-	}
-}
-
-func (a *allOf) Balance() float64 {
-	low := 1.0
-	for _, l := range a.leaves {
-		low = min(low, l.Balance())
-	}
-	return low
-}
-
-func (a *allOf) sealed() {}
-
-func (a *allOf) state() (s BudgetState) {
-	for i, l := range a.leaves {
-		one := l.state()
-		if i == 0 || one.Balance < s.Balance {
-			s.Balance, s.Tokens, s.Capacity = one.Balance, one.Tokens, one.Capacity
-		}
-		s.InFlight = max(s.InFlight, one.InFlight)
-	}
-	s.Granted, s.Refused = a.granted.Load(), a.refused.Load()
-	return s
-}
-
-// Unlimited returns a budget that grants everything. Extra load is then
-// bounded by nothing but each call's own attempts, and an outage of the
-// servers meets the full multiple of it.
-func Unlimited() Budget { return unlimited{} }
-
-type unlimited struct{}
-
-func (unlimited) Enter()                     {}
-func (unlimited) Leave()                     {}
-func (unlimited) Record(Outcome)             {}
-func (unlimited) Reserve(Cost) (Grant, bool) { return Grant{}, true }
-func (unlimited) Release(Grant)              {}
-func (unlimited) Settle(Grant, bool)         {}
-func (unlimited) Balance() float64           { return 1 }
-func (unlimited) sealed()                    {}
-func (unlimited) state() BudgetState         { return BudgetState{Balance: 1} }
 
 // The word of a TokenBudget: units of 1/64 token in the low bits, and above
 // them the milliseconds from its making to the last free retry. The

@@ -46,7 +46,7 @@ type callState struct {
 	base        context.Context // ctx, with the idempotency key if one is sent
 	cc          *grpc.ClientConn
 	target      *target
-	budget      Budget
+	budget      scope
 	policy      *Policy
 	source      Source
 	idempotency Idempotency
@@ -76,7 +76,7 @@ type callState struct {
 	retries  int           // since the last pushback, for the backoff
 	previous time.Duration // the last backoff
 	reauthed bool
-	grant    Grant
+	grant    permit
 	granted  grantState
 
 	attempts []Attempt // at most maxAttemptsKept
@@ -145,13 +145,12 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	}
 	c.policy, c.source = c.method.policy, c.method.source
 	c.idempotency, c.idemSource = c.method.idempotency, c.method.idemSource
-	c.target = r.targets.of(cc)
 	c.started = now()
 	if edits > 0 {
 		c.consultResolver()
 		if err := c.edit(); err != nil {
 			if c.report != nil {
-				*c.report = Report{Method: c.method.name, Target: c.target.name}
+				*c.report = Report{Method: c.method.name, Target: r.targets.find(cc).name}
 			}
 			c.recycle()
 			return nil, err
@@ -161,13 +160,13 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	if hasKey || c.idempotency == Keyed {
 		c.sendKey(key)
 	}
-	c.budget = c.target.budget
 	if c.policy.Timeout > 0 {
 		c.due = earlier(c.due, c.started.time(time.Now()).Add(c.policy.Timeout))
 	}
 	c.trace.begin(ctx)
 	c.observed = c.report != nil || len(r.hooks) > 0 || c.trace.recording
-	c.budget.Enter()
+	c.target = r.targets.enter(cc) // last, because from here on the call must be closed
+	c.budget = c.method.child.enter(c.target)
 	return c, nil
 }
 

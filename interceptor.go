@@ -37,16 +37,16 @@ func New(opts ...Option) (*Retrier, error) {
 	}
 	r := &Retrier{logger: c.logger, hooks: c.hooks, eventsOnlyOnRetry: c.eventsOnlyOnRetry}
 	r.set.Store(set)
-	r.targets.newBudget = c.newBudget
-	r.targets.onNew = r.logXDS
+	r.targets.init(c.newBudget, r.logXDS)
 	r.calls.New = func() any { return &call{r: r} }
 	return r, nil
 }
 
 // Update replaces all policies by those of the options, as if New had been
 // given them, while calls run: those under way keep the policy they began
-// with. Options that concern wiring (budgets, logger, hooks, telemetry) are
-// refused. On an error, which names every fault, nothing changes.
+// with. Budgets stay as they are, with their balance. Options that concern
+// wiring (budgets, logger, hooks, telemetry) are refused. On an error, which
+// names every fault, nothing changes.
 func (r *Retrier) Update(opts ...Option) error {
 	c := newConfig(opts)
 	set := newPolicySet(c)
@@ -57,6 +57,7 @@ func (r *Retrier) Update(opts ...Option) error {
 		return err
 	}
 	set.logs = r.set.Load().logs // a new policy is no reason to tell everything once more
+	set.children = r.set.Load().children
 	r.set.Store(set)
 	return nil
 }

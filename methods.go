@@ -68,6 +68,7 @@ type method struct {
 	source      Source
 	idempotency Idempotency
 	idemSource  Source
+	child       *child // nil: none
 
 	// follow tells that the ClientConn's service config is followed at all,
 	// resolver that no policy in code speaks for the method, so that the
@@ -88,6 +89,7 @@ type policySet struct {
 	idempotent     map[string]bool    // patterns of WithIdempotent, keyed alike
 	fallback       *Policy            // nil without WithDefaultPolicy
 	followResolver bool
+	children       map[string]*child // keyed alike; they outlive the policySet
 
 	cache atomic.Pointer[map[string]*method]
 	mu    sync.Mutex
@@ -100,6 +102,7 @@ func newPolicySet(c *config) *policySet {
 		exact:          map[string]*Policy{},
 		service:        map[string]*Policy{},
 		idempotent:     map[string]bool{},
+		children:       map[string]*child{},
 		followResolver: !c.noResolver,
 		logs:           new(methodLogs),
 	}
@@ -133,6 +136,27 @@ func newPolicySet(c *config) *policySet {
 		s.idempotent[key] = true
 		if p := s.level(key); p != nil && p.Idempotency != Inherit && p.Idempotency != Idempotent {
 			f.add("contradicts the WithMethodPolicy for the same pattern, whose Idempotency is %v; want one of the two", p.Idempotency)
+		}
+	}
+	for _, m := range c.methodBudgets {
+		f.where = fmt.Sprintf("WithMethodBudget(%q): ", m.pattern)
+		key, err := parsePattern(m.pattern)
+		switch {
+		case err != nil:
+			f.add("%v", err)
+		case s.children[key] != nil:
+			f.add("duplicate pattern, want each method or service once")
+		default:
+			pattern := key
+			if isService(key) {
+				pattern += "*"
+			}
+			s.children[key] = &child{pattern, m.budget}
+		}
+		if fault := budgetFault(m.budget); fault != "" {
+			f.add("budget is %s", fault)
+		} else if shareLeaf(m.budget, c.shared) {
+			f.add("budget is also that of WithBudget, want one of its own")
 		}
 	}
 	f.where = "WithDefaultPolicy: "
@@ -191,6 +215,11 @@ func (s *policySet) resolve(fullMethod string) *method {
 	}
 	m := &method{name: name, rpc: name[1:], follow: s.followResolver}
 	service := name[:strings.LastIndex(name, "/")+1]
+
+	m.child = s.children[name]
+	if m.child == nil {
+		m.child = s.children[service]
+	}
 
 	policy := &Policy{}
 	switch {

@@ -2,7 +2,6 @@ package grpcretry
 
 import (
 	"context"
-	"fmt"
 	"log/slog"
 
 	"google.golang.org/grpc"
@@ -21,11 +20,18 @@ type config struct {
 
 	wiring            []string // the options given that only New takes
 	newBudget         func(target string) Budget
+	shared            Budget // of WithBudget
+	methodBudgets     []methodBudget
 	logger            *slog.Logger
 	hooks             []Hooks
 	eventsOnlyOnRetry bool
 
 	faults faults
+}
+
+type methodBudget struct {
+	pattern string
+	budget  Budget
 }
 
 type patternPolicy struct {
@@ -95,21 +101,29 @@ func WithoutResolverConfig() Option {
 }
 
 // WithBudget makes every target share the one budget b. The default is a
-// budget of its own, NewBudget(BudgetConfig{}), for each target. A nil budget,
-// also a nil pointer to one, is an error of New.
+// budget of its own, NewBudget(BudgetConfig{}), for each target. b must have
+// been made by this package.
 func WithBudget(b Budget) Option {
 	return wiringOption{"WithBudget", func(c *config) {
-		if what := unusable(b); what != "" {
-			c.faults.add("WithBudget: budget is %s, want one of this package (Unlimited() for none)", what)
+		if fault := budgetFault(b); fault != "" {
+			c.faults.add("WithBudget: budget is %s (Unlimited() for no limit)", fault)
 			return
 		}
+		c.shared = b
 		c.setBudget(func(string) Budget { return b })
 	}}
 }
 
 // WithBudgetPerTarget calls newBudget once for each target, with its canonical
-// name, to get its budget. newBudget must not be nil and must be safe for
-// concurrent use; where it returns nil, or a nil pointer, the default budget is used.
+// name ("dns:///orders:443"), to get its budget. newBudget must not be nil and
+// must not make calls through the Retrier; where it returns nil, or a budget
+// that this package did not make, the default budget is used.
+//
+// A target's budget serves all ClientConns to it, and is kept while they
+// reconnect or are closed and dialled anew. A Retrier keeps up to 4096 targets;
+// when there are more, the 256 used least recently are forgotten, each with the
+// balance of its budget, and newBudget is called again when one of them comes
+// back. A target with calls in flight is never forgotten.
 func WithBudgetPerTarget(newBudget func(target string) Budget) Option {
 	return wiringOption{"WithBudgetPerTarget", func(c *config) {
 		if newBudget == nil {
@@ -120,21 +134,20 @@ func WithBudgetPerTarget(newBudget func(target string) Budget) Option {
 	}}
 }
 
-// unusable says what is wrong with b; it is empty for a budget that can be asked.
-func unusable(b Budget) string {
-	switch b := b.(type) {
-	case nil:
-		return "nil"
-	case unlimited, *allOf:
-		return ""
-	case *TokenBudget, *Throttle:
-		if isNil(b.(leaf)) {
-			return fmt.Sprintf("a nil %T", b)
-		}
-		return ""
-	default: // something that embeds a Budget, perhaps a nil one
-		return fmt.Sprintf("a %T", b)
-	}
+// WithMethodBudget gives calls of one method, "pkg.Service/Method", or of the
+// other methods of a service, "pkg.Service/*", a budget b beside that of their
+// target: an extra attempt needs the grant of both, and every outcome is
+// recorded with both. So a method that fails all the time cannot use up what
+// the others need. b is one for all targets and must have been made by this
+// package; the same b may be given for several patterns, each of which may be
+// given once. Where both forms fit a method, only the exact one counts.
+//
+// Like every budget it stays when [Retrier.Update] replaces the policies. To
+// change its limits while calls run, use Rescale of the budget itself.
+func WithMethodBudget(pattern string, b Budget) Option {
+	return wiringOption{"WithMethodBudget", func(c *config) {
+		c.methodBudgets = append(c.methodBudgets, methodBudget{pattern, b})
+	}}
 }
 
 func (c *config) setBudget(newBudget func(string) Budget) {

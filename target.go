@@ -1,94 +1,273 @@
 package grpcretry
 
 import (
+	"cmp"
+	"hash/maphash"
+	"slices"
 	"sync"
 	"sync/atomic"
 
 	"google.golang.org/grpc"
 )
 
+const (
+	// maxTargets is how many targets a Retrier keeps. One more, and the 256
+	// used least recently are forgotten together, so that looking for them
+	// costs little for each target that comes.
+	maxTargets = 4096
+	// maxSpellings is how many names, by which one target was dialled, lead to
+	// it directly.
+	maxSpellings = 8
+)
+
 // target is what a Retrier keeps for one canonical target, over reconnects,
 // resolver updates and changes of policy.
 type target struct {
 	name       string // canonical
-	dialed     string // the first name it was dialled by
+	number     uint64 // counts the targets made before it
 	budget     Budget
 	distrusted atomic.Bool // calls to it lose our call options, so a missing peer proves nothing
+
+	// inflight counts the calls between enter and leave. The default budget,
+	// which is nobody else's, does so already; for others it is counted here.
+	inflight interface{ Load() int64 }
+	counter  *counter // nil with the default budget
+
+	used      atomic.Uint64 // how many targets had been made when it was last entered
+	forgotten atomic.Bool   // nobody may enter: another takes its place
+	spellings []string      // the names dialled that lead to it; guarded by targets.mu
+}
+
+// counter is an atomic.Int64 on a cache line of its own.
+type counter struct {
+	_ pad
+	atomic.Int64
+	_ pad
+}
+
+func newTarget(name string, number uint64, budget Budget) *target {
+	x := &target{name: name, number: number, budget: budget}
+	if budget == nil {
+		b := defaultBudget()
+		x.budget, x.inflight = b, &b.inflight
+		return x
+	}
+	x.counter = new(counter)
+	x.inflight = x.counter
+	return x
+}
+
+func (x *target) enter() {
+	if x.counter != nil {
+		x.counter.Add(1)
+	}
+	x.budget.Enter()
+}
+
+func (x *target) leave() {
+	x.budget.Leave()
+	if x.counter != nil {
+		x.counter.Add(-1)
+	}
+}
+
+// dialed is a target under one of the names that it was dialled by.
+type dialed struct {
+	name   string
+	target *target
 }
 
 // targets finds the target of a ClientConn. It holds no ClientConn, so closed
 // ones are not kept alive.
+//
+// A name is looked for in three places, of which the first two are read
+// without a lock and written only when a target comes or two names share a
+// slot: most clients have one target, most of the others a few dozen.
 type targets struct {
 	newBudget func(string) Budget // nil: the default budget
 	onNew     func(*target)
+	limit     int // maxTargets but in tests
+	seed      maphash.Seed
 
-	latest atomic.Pointer[target] // most clients have one target
-	mu     sync.RWMutex
-	byName map[string]*target // by every name dialled, and by canonical name
+	newest atomic.Pointer[dialed]
+	slots  [64]atomic.Pointer[dialed] // by hash of the name
+	made   atomic.Uint64              // targets so far
+
+	_       pad // readers of mu write to it
+	adding  sync.Mutex
+	mu      sync.RWMutex
+	byName  map[string]*dialed // as dialled
+	byCanon map[string]*target
+	sweepAt int // more targets than these are too many
 }
 
-// of returns the target of cc. A nil cc, which fakes and in-process channels
+// init prepares the zero value.
+func (t *targets) init(newBudget func(string) Budget, onNew func(*target)) {
+	t.newBudget, t.onNew = newBudget, onNew
+	t.limit, t.sweepAt = maxTargets, maxTargets
+	t.seed = maphash.MakeSeed()
+	t.byName, t.byCanon = map[string]*dialed{}, map[string]*target{}
+}
+
+// enter finds the target of cc and notes that a call to it begins, until whose
+// leave it is not forgotten. A nil cc, which fakes and in-process channels
 // pass, is a target of its own, named "".
-func (t *targets) of(cc *grpc.ClientConn) *target {
-	dialed := ""
-	if cc != nil {
-		dialed = cc.Target()
-	}
-	if x := t.latest.Load(); x != nil && x.dialed == dialed {
+func (t *targets) enter(cc *grpc.ClientConn) *target {
+	for {
+		x := t.find(cc)
+		x.enter()
+		// forget looks at the count after it has set the mark, and this looks
+		// at the mark after it has counted, so at least one sees the other.
+		if x.forgotten.Load() {
+			x.leave()
+			continue
+		}
+		if made := t.made.Load(); x.used.Load() != made {
+			x.used.Store(made)
+		}
 		return x
 	}
-	t.mu.RLock()
-	x := t.byName[dialed]
-	t.mu.RUnlock()
-	if x == nil {
-		x = t.add(dialed, cc)
-	}
-	if x.dialed == dialed {
-		t.latest.Store(x)
-	}
-	return x
 }
 
-func (t *targets) add(dialed string, cc *grpc.ClientConn) *target {
+func (t *targets) find(cc *grpc.ClientConn) *target {
 	name := ""
 	if cc != nil {
-		name = cc.CanonicalTarget()
+		name = cc.Target()
 	}
-	var budget Budget
-	if t.newBudget != nil {
-		budget = t.newBudget(name) // user code, so outside the lock
+	if d := t.newest.Load(); d.leadsFrom(name) {
+		return d.target
 	}
-	if unusable(budget) != "" {
-		budget = defaultBudget()
+	slot := &t.slots[maphash.String(t.seed, name)%uint64(len(t.slots))]
+	if d := slot.Load(); d.leadsFrom(name) {
+		return d.target
 	}
-	x, isNew := t.keep(dialed, name, budget)
-	if isNew && t.onNew != nil {
-		t.onNew(x) // it logs, and a log handler may make calls of its own
+	t.mu.RLock()
+	d := t.byName[name]
+	t.mu.RUnlock()
+	if d == nil {
+		d = t.add(name, cc)
 	}
-	return x
+	slot.Store(d)
+	return d.target
 }
 
-// keep stores the target, unless another call was faster.
-func (t *targets) keep(dialed, name string, budget Budget) (x *target, isNew bool) {
+// leadsFrom reports whether d is the target that was dialled as name, and
+// still may be entered.
+func (d *dialed) leadsFrom(name string) bool {
+	return d != nil && d.name == name && !d.target.forgotten.Load()
+}
+
+// add finds the target by its canonical name, or makes it.
+func (t *targets) add(name string, cc *grpc.ClientConn) *dialed {
+	d, isNew := t.addOnce(name, cc)
+	if isNew && t.onNew != nil {
+		t.onNew(d.target)
+	}
+	return d
+}
+
+// addOnce calls newBudget, which is the user's, outside the lock that calls
+// wait for, and once for each target.
+func (t *targets) addOnce(name string, cc *grpc.ClientConn) (d *dialed, isNew bool) {
+	t.adding.Lock()
+	defer t.adding.Unlock()
+	canonical := ""
+	if cc != nil {
+		canonical = cc.CanonicalTarget()
+	}
+	t.mu.RLock()
+	d, x := t.byName[name], t.byCanon[canonical]
+	t.mu.RUnlock()
+	if d != nil {
+		return d, false
+	}
+	isNew = x == nil
+	if isNew {
+		var b Budget
+		if t.newBudget != nil {
+			if b = t.newBudget(canonical); budgetFault(b) != "" {
+				b = nil
+			}
+		}
+		x = newTarget(canonical, t.made.Load(), b)
+	}
+	d = &dialed{name: name, target: x}
+
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.byName == nil {
-		t.byName = map[string]*target{}
+	if len(x.spellings) == maxSpellings {
+		delete(t.byName, x.spellings[0])
+		x.spellings = x.spellings[1:]
 	}
-	x = t.byName[dialed]
-	if x == nil {
-		x = t.byName[name]
+	x.spellings = append(x.spellings, name)
+	t.byName[name] = d
+	if isNew {
+		t.byCanon[canonical] = x
+		x.used.Store(t.made.Add(1))
+		t.newest.Store(d)
+		t.sweep(x)
 	}
-	if x == nil {
-		x, isNew = &target{name: name, dialed: dialed, budget: budget}, true
-		t.byName[name] = x
+	return d, isNew
+}
+
+// sweep forgets the targets used least recently if there are too many, but
+// none with calls in flight and not the newest, which is about to be entered.
+// While so many have calls in flight that too few can go, it waits until a
+// sixteenth has been added to them before it looks again. It requires mu.
+func (t *targets) sweep(newest *target) {
+	if len(t.byCanon) <= t.sweepAt {
+		return
 	}
-	t.byName[dialed] = x
-	return x, isNew
+	type entry struct {
+		*target
+		used uint64 // read once: calls go on while the list is sorted
+	}
+	oldest := make([]entry, 0, len(t.byCanon))
+	for _, x := range t.byCanon {
+		oldest = append(oldest, entry{x, x.used.Load()})
+	}
+	slices.SortFunc(oldest, func(a, b entry) int {
+		return cmp.Or(cmp.Compare(a.used, b.used), cmp.Compare(a.number, b.number))
+	})
+	keep := t.limit - t.limit/16
+	for _, x := range oldest {
+		if len(t.byCanon) <= keep {
+			break
+		}
+		if x.target != newest {
+			t.forget(x.target)
+		}
+	}
+	t.sweepAt = max(t.limit, len(t.byCanon)+t.limit/16)
+}
+
+// forget drops x unless calls to it are in flight.
+func (t *targets) forget(x *target) {
+	x.forgotten.Store(true)
+	if x.inflight.Load() > 0 {
+		x.forgotten.Store(false)
+		return
+	}
+	delete(t.byCanon, x.name)
+	for _, name := range x.spellings {
+		delete(t.byName, name)
+	}
+}
+
+// all are the targets kept, in the order of their names.
+func (t *targets) all() []*target {
+	t.mu.RLock()
+	all := make([]*target, 0, len(t.byCanon))
+	for _, x := range t.byCanon {
+		all = append(all, x)
+	}
+	t.mu.RUnlock()
+	slices.SortFunc(all, func(a, b *target) int { return cmp.Compare(a.name, b.name) })
+	return all
 }
 
 // defaultBudget is the budget of a target for which nothing else was asked.
-func defaultBudget() Budget {
+func defaultBudget() *TokenBudget {
 	b, _ := NewBudget(BudgetConfig{}) // the zero config is valid
 	return b
 }

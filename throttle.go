@@ -103,6 +103,8 @@ func (t *Throttle) Balance() float64 {
 
 func (t *Throttle) sealed() {}
 
+func (t *Throttle) retract(Grant) { t.undo(0) }
+
 func (t *Throttle) state() BudgetState {
 	s := unpackThrottle(t.word.Load())
 	return BudgetState{
@@ -114,9 +116,11 @@ func (t *Throttle) state() BudgetState {
 	}
 }
 
-// rescale puts new limits in force while calls run. The share of the tokens
-// that is left stays the same.
-func (t *Throttle) rescale(maxTokens int, tokenRatio float64) error {
+// Rescale puts new limits in force while calls run; their ranges are those of
+// [NewThrottle]. The share of the tokens that is left stays the same, so a
+// reload neither turns retries on nor off. On an error nothing changes; the
+// zero Throttle has no limits to change.
+func (t *Throttle) Rescale(maxTokens int, tokenRatio float64) error {
 	s, err := newThrottleState(maxTokens, tokenRatio)
 	if err != nil {
 		return err

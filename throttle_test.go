@@ -255,19 +255,19 @@ func TestThrottleRescale(t *testing.T) {
 		{1, 1, 0.620, 1}, // rounded down
 		{1000, 0.001, 1000, 1000},
 	} {
-		if err := th.rescale(tt.max, tt.ratio); err != nil {
+		if err := th.Rescale(tt.max, tt.ratio); err != nil {
 			t.Fatal(err)
 		}
 		if s := th.state(); s.Tokens != tt.tokens || s.Capacity != float64(tt.max) {
-			t.Errorf("rescale(%d, %v): state %+v, want %v tokens", tt.max, tt.ratio, s, tt.tokens)
+			t.Errorf("Rescale(%d, %v): state %+v, want %v tokens", tt.max, tt.ratio, s, tt.tokens)
 		}
 		th.Record(OutcomeOK)
 		if got := th.state().Tokens; got != tt.second {
-			t.Errorf("rescale(%d, %v): %v tokens after a success, want %v", tt.max, tt.ratio, got, tt.second)
+			t.Errorf("Rescale(%d, %v): %v tokens after a success, want %v", tt.max, tt.ratio, got, tt.second)
 		}
 	}
-	if err := th.rescale(0, 1); err == nil {
-		t.Error("rescale with maxTokens 0: no error")
+	if err := th.Rescale(0, 1); err == nil {
+		t.Error("Rescale with maxTokens 0: no error")
 	}
 
 	// In mid-traffic.
@@ -286,7 +286,7 @@ func TestThrottleRescale(t *testing.T) {
 		})
 	}
 	for i := range 5000 {
-		if err := th.rescale(1+i%1000, 0.1); err != nil {
+		if err := th.Rescale(1+i%1000, 0.1); err != nil {
 			t.Fatal(err)
 		}
 		if s := th.state(); s.Tokens < 0 || s.Tokens > s.Capacity || s.Capacity != float64(1+i%1000) {
