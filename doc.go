@@ -3,12 +3,16 @@
 //
 //	retry, err := grpcretry.New(
 //		grpcretry.WithIdempotent("orders.v1.Catalog/*"),
-//		grpcretry.WithMethodPolicy("/orders.v1.Orders/Get", grpcretry.Policy{
-//			MaxAttempts: 4, AttemptTimeout: 200 * time.Millisecond,
-//			Idempotency: grpcretry.Idempotent,
+//		grpcretry.WithMethodPolicy("orders.v1.Orders/Get", grpcretry.Policy{
+//			MaxAttempts:    4,
+//			AttemptTimeout: 200 * time.Millisecond,
+//			Idempotency:    grpcretry.Idempotent,
 //		}),
 //	)
-//	conn, err := grpc.NewClient(target, append(retry.DialOptions(), grpc.WithTransportCredentials(creds))...)
+//	if err != nil {
+//		return nil, err
+//	}
+//	return grpc.NewClient(target, append(retry.DialOptions(), grpc.WithTransportCredentials(creds))...)
 //
 // # What it guarantees
 //
