@@ -179,6 +179,7 @@ func TestCut(t *testing.T) {
 
 		_, err = c.Get(t.Context(), &testpb.Request{})
 		requireCode(t, err, codes.OK)
+		synctest.Wait() // the client can learn of the cut before the handler does
 		attempts := srv.Attempts(get)
 		if len(attempts) != 2 || attempts[0].Connection != 1 || attempts[1].Connection != 2 {
 			t.Errorf("attempts = %+v, want two on two connections", attempts)

@@ -92,11 +92,17 @@ func (r *recorder) begin(ctx context.Context, method string, requests ...*testpb
 		r.change(func() { a.ContextEnded, a.ContextErr = time.Now(), ctx.Err() })
 	})
 	return a, func(err error) {
-		if !stop() {
+		stopped := stop()
+		if !stopped {
 			<-recorded
 		}
 		r.change(func() {
 			a.Ended, a.Err = time.Now(), err
+			// A handler that the context's end woke up can be here before the
+			// function above was started.
+			if stopped && ctx.Err() != nil {
+				a.ContextEnded, a.ContextErr = a.Ended, ctx.Err()
+			}
 			r.running--
 		})
 	}
