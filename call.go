@@ -51,6 +51,7 @@ type callState struct {
 	source      Source
 	idempotency Idempotency
 	idemSource  Source
+	work        bool // Do's, not an RPC
 	disabled    bool
 	consulted   bool // the ClientConn's service config was asked
 	observed    bool // somebody wants to know about every attempt
@@ -115,8 +116,9 @@ func (d *destinations) sawPeer() bool { return d.peer.Addr != nil || d.peer.Auth
 
 // begin sets up a call. It returns nil where another Retrier further out
 // already has the call in its care, and an error for a bad edit of the policy.
-func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientConn, opts []grpc.CallOption) (*call, error) {
+func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientConn, opts []grpc.CallOption, work bool) (*call, error) {
 	c := r.calls.Get().(*call)
+	c.work = work
 	c.ctx, c.base, c.cc, c.opts = ctx, ctx, cc, opts
 	key, hasKey, edits := "", false, 0
 	for _, o := range opts {
@@ -145,12 +147,15 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	}
 	c.policy, c.source = c.method.policy, c.method.source
 	c.idempotency, c.idemSource = c.method.idempotency, c.method.idemSource
+	if work && c.idempotency == Inherit {
+		c.idempotency, c.idemSource = Idempotent, SourceDefault
+	}
 	c.started = now()
 	if edits > 0 {
 		c.consultResolver()
 		if err := c.edit(); err != nil {
 			if c.report != nil {
-				*c.report = Report{Method: c.method.name, Target: r.targets.find(cc).name}
+				*c.report = Report{Method: c.method.name, Target: r.targets.find(c.dialed(), cc).name}
 			}
 			c.recycle()
 			return nil, err
@@ -165,9 +170,20 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	}
 	c.trace.begin(ctx)
 	c.observed = c.report != nil || len(r.hooks) > 0 || c.trace.recording
-	c.target = r.targets.enter(cc) // last, because from here on the call must be closed
+	c.target = r.targets.enter(c.dialed(), cc) // last, because from here on the call must be closed
 	c.budget = c.method.child.enter(c.target)
 	return c, nil
+}
+
+// dialed is the name under which the call's target is kept.
+func (c *call) dialed() string {
+	switch {
+	case c.work:
+		return c.method.work
+	case c.cc != nil:
+		return c.cc.Target()
+	}
+	return ""
 }
 
 // edit applies the call's own edits to a copy of the policy in force.
@@ -228,7 +244,9 @@ func (c *call) start() (context.Context, []grpc.CallOption) {
 	c.begun = c.started
 	if c.number > 1 {
 		c.begun = now()
-		ctx = withPreviousAttempts(ctx, c.number-1)
+		if !c.work {
+			ctx = withPreviousAttempts(ctx, c.number-1)
+		}
 	}
 	if c.own == nil {
 		c.own = new(destinations)
@@ -239,6 +257,9 @@ func (c *call) start() (context.Context, []grpc.CallOption) {
 	}
 	if c.policy.AttemptTimeout > 0 || !c.due.IsZero() {
 		ctx = c.limit(ctx)
+	}
+	if c.work {
+		return ctx, nil
 	}
 	return ctx, c.options()
 }
@@ -351,6 +372,9 @@ func (c *call) settle(won bool) {
 // to this target has shown a peer, the attempt's own OnFinish must have run; a
 // success without a peer shows that an interceptor further in drops options.
 func (c *call) prove(err error) bool {
+	if c.work {
+		return false
+	}
 	known := c.method.proven.Load() == c.target
 	switch {
 	case c.dest.sawPeer():
@@ -368,10 +392,14 @@ func (c *call) facts(err error, wall time.Time, proven bool) facts {
 	d := c.dest
 	c.parent, _ = c.ctx.Deadline()
 	f := facts{
-		outcome:    classify(err, sighting{peer: d.sawPeer(), options: proven, trailer: d.trailer}, passed(c.cutoff, wall)),
 		parentDone: c.ctx.Err() != nil || passed(c.parent, wall),
 		disabled:   c.disabled,
 		reauthed:   c.reauthed,
+	}
+	if late := passed(c.cutoff, wall); c.work {
+		f.outcome = classifyWork(err, late, c.policy.Codes)
+	} else {
+		f.outcome = classify(err, sighting{peer: d.sawPeer(), options: proven, trailer: d.trailer}, late)
 	}
 	if err != nil {
 		c.consultResolver()
@@ -509,6 +537,7 @@ func (c *call) release() {
 // tells it to the caller's destinations and to everybody else who asked.
 func (c *call) finish(err error) error {
 	if err != nil {
+		err = unmarked(err)
 		reason := c.last().Reason
 		if c.number > 1 || c.cut != nil || reason.givesUp() {
 			err = newError(c.result(), err, c.cut)

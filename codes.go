@@ -22,9 +22,12 @@ type CodeSet struct {
 	bad  uint64 // 1 + the first code that cannot be in a set, for validate
 }
 
-const explicitSet = 1 << 31
+const (
+	explicitSet = 1 << 31
+	defaultSet  = 1 << 30 // nobody listed the codes
+)
 
-var defaultCodes = Codes(codes.Unavailable, codes.ResourceExhausted)
+var defaultCodes = CodeSet{mask: explicitSet | defaultSet | 1<<codes.Unavailable | 1<<codes.ResourceExhausted}
 
 // Codes returns the set of the given codes. Codes() is the empty set, which
 // retries nothing by its code; it differs from the zero CodeSet, the default
@@ -48,6 +51,12 @@ func Codes(c ...codes.Code) CodeSet {
 func (s CodeSet) Has(c codes.Code) bool {
 	return c < codes.Code(len(codeNames)) && s.orDefault().mask&(1<<c) != 0
 }
+
+// lists reports whether somebody put c into the set.
+func (s CodeSet) lists(c codes.Code) bool { return s.given() && s.Has(c) }
+
+// given reports whether somebody made the set.
+func (s CodeSet) given() bool { return s.orDefault().mask&defaultSet == 0 }
 
 // String lists the names of the codes, in the order of their numbers, or "none".
 func (s CodeSet) String() string {
@@ -228,6 +237,7 @@ type outcome struct {
 	byPeer     bool // the status was written by the peer, not made on this side
 	ownTimeout bool // our attempt timer ended it
 	permanent  bool
+	temporary  bool // retryable whatever its code
 	hint       hint
 }
 
@@ -382,7 +392,7 @@ func decide(f *facts, retryIf func() Verdict, backoff func() time.Duration) deci
 
 // retryable reports whether the policy retries the outcome for its code.
 func (f *facts) retryable() bool {
-	if f.ownTimeout {
+	if f.ownTimeout || f.temporary {
 		return true
 	}
 	if !f.policy.Codes.Has(f.code) {

@@ -78,7 +78,7 @@ func (r *Retrier) UnaryClientInterceptor() grpc.UnaryClientInterceptor { return 
 
 // unary makes one call.
 func (r *Retrier) unary(ctx context.Context, fullMethod string, req, reply any, cc *grpc.ClientConn, invoker grpc.UnaryInvoker, opts ...grpc.CallOption) error {
-	c, err := r.begin(ctx, fullMethod, cc, opts)
+	c, err := r.begin(ctx, fullMethod, cc, opts, false)
 	if err != nil {
 		return err
 	}

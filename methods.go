@@ -64,6 +64,7 @@ func (s Source) String() string {
 type method struct {
 	name        string // "/pkg.Service/Method"
 	rpc         string // "pkg.Service/Method", as OpenTelemetry wants it
+	work        string // the target of work of that name, see Do
 	policy      *Policy
 	source      Source
 	idempotency Idempotency
@@ -210,10 +211,13 @@ func (s *policySet) lookup(fullMethod string) *method {
 // specific one as a whole, but an Idempotency of Inherit goes on to the next.
 func (s *policySet) resolve(fullMethod string) *method {
 	name := strings.Clone(fullMethod)
-	if !strings.HasPrefix(name, "/") {
+	switch {
+	case !strings.Contains(name, "/"): // only work has such names
+		name = "/do/" + name
+	case !strings.HasPrefix(name, "/"):
 		name = "/" + name
 	}
-	m := &method{name: name, rpc: name[1:], follow: s.followResolver}
+	m := &method{name: name, rpc: name[1:], work: "do:" + name[1:], follow: s.followResolver}
 	service := name[:strings.LastIndex(name, "/")+1]
 
 	m.child = s.children[name]

@@ -109,12 +109,12 @@ func (t *targets) init(newBudget func(string) Budget, onNew func(*target)) {
 	t.byName, t.byCanon = map[string]*dialed{}, map[string]*target{}
 }
 
-// enter finds the target of cc and notes that a call to it begins, until whose
-// leave it is not forgotten. A nil cc, which fakes and in-process channels
-// pass, is a target of its own, named "".
-func (t *targets) enter(cc *grpc.ClientConn) *target {
+// enter finds the target and notes that a call to it begins, until whose leave
+// it is not forgotten. The name is that by which cc was dialled. Without a cc
+// it is canonical: "" for fakes and in-process channels, or that of some work.
+func (t *targets) enter(name string, cc *grpc.ClientConn) *target {
 	for {
-		x := t.find(cc)
+		x := t.find(name, cc)
 		x.enter()
 		// forget looks at the count after it has set the mark, and this looks
 		// at the mark after it has counted, so at least one sees the other.
@@ -129,11 +129,7 @@ func (t *targets) enter(cc *grpc.ClientConn) *target {
 	}
 }
 
-func (t *targets) find(cc *grpc.ClientConn) *target {
-	name := ""
-	if cc != nil {
-		name = cc.Target()
-	}
+func (t *targets) find(name string, cc *grpc.ClientConn) *target {
 	if d := t.newest.Load(); d.leadsFrom(name) {
 		return d.target
 	}
@@ -171,7 +167,7 @@ func (t *targets) add(name string, cc *grpc.ClientConn) *dialed {
 func (t *targets) addOnce(name string, cc *grpc.ClientConn) (d *dialed, isNew bool) {
 	t.adding.Lock()
 	defer t.adding.Unlock()
-	canonical := ""
+	canonical := name
 	if cc != nil {
 		canonical = cc.CanonicalTarget()
 	}

@@ -49,7 +49,7 @@ func newTargets(limit int) *targets {
 
 // visit is a call that begins and ends.
 func (t *targets) visit(cc *grpc.ClientConn) *target {
-	x := t.enter(cc)
+	x := enterConn(t, cc)
 	x.leave()
 	return x
 }
@@ -122,11 +122,11 @@ func TestTargetsInFlightAreKept(t *testing.T) {
 	ccs := idleConns(t, 40)
 	t.Run("one", func(t *testing.T) {
 		ts := newTargets(4)
-		x := ts.enter(ccs[0])
+		x := enterConn(ts, ccs[0])
 		for _, cc := range ccs[1:] {
 			ts.visit(cc)
 		}
-		if got := ts.enter(ccs[0]); got != x {
+		if got := enterConn(ts, ccs[0]); got != x {
 			t.Error("the target of a call in flight was made anew")
 		}
 		x.leave()
@@ -142,7 +142,7 @@ func TestTargetsInFlightAreKept(t *testing.T) {
 		ts := newTargets(4)
 		var all []*target
 		for _, cc := range ccs[:20] {
-			all = append(all, ts.enter(cc))
+			all = append(all, enterConn(ts, cc))
 		}
 		for i, cc := range ccs[:20] {
 			if got := ts.visit(cc); got != all[i] {
@@ -163,7 +163,7 @@ func TestTargetsInFlightAreKept(t *testing.T) {
 		shared := mustThrottle(t, 10, 0.1)
 		ts := newTargets(4)
 		ts.newBudget = func(string) Budget { return shared }
-		x := ts.enter(ccs[0])
+		x := enterConn(ts, ccs[0])
 		for _, cc := range ccs[1:] {
 			ts.visit(cc)
 		}
@@ -221,7 +221,7 @@ func TestTargetsConcurrent(t *testing.T) {
 				wg.Go(func() {
 					for range rounds {
 						i := rng.IntN(names)
-						x, use := ts.enter(ccs[i]), &inUse[i]
+						x, use := enterConn(ts, ccs[i]), &inUse[i]
 						use.Lock()
 						if use.calls > 0 && use.target != x {
 							t.Errorf("two targets for %s at once", x.name)
@@ -468,3 +468,12 @@ func TestBudgetIsTheTargets(t *testing.T) {
 
 // atOnce is a backoff of nothing.
 var atOnce = Backoff{Func: func(int, time.Duration, Attempt) time.Duration { return 0 }}
+
+// enterConn enters the target of cc, as a call does.
+func enterConn(ts *targets, cc *grpc.ClientConn) *target {
+	name := ""
+	if cc != nil {
+		name = cc.Target()
+	}
+	return ts.enter(name, cc)
+}
