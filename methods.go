@@ -285,11 +285,12 @@ func declaredIdempotent(fullMethod string) bool {
 // a service, "/pkg.Service/". A method that a registered service lacks is refused.
 func parsePattern(pattern string) (key string, err error) {
 	const want = `want "pkg.Service/Method" or "pkg.Service/*"`
-	service, name, ok := strings.Cut(strings.TrimPrefix(pattern, "/"), "/")
+	trimmed := strings.TrimPrefix(pattern, "/")
+	service, name, ok := strings.Cut(trimmed, "/")
 	switch {
 	case pattern == "":
 		return "", errors.New("empty pattern, " + want)
-	case pattern == "*" || pattern == "/*" || pattern == "*/*":
+	case trimmed == "*" || trimmed == "*/*":
 		return "", errors.New("pattern for every method, " + want + ", or WithDefaultPolicy for all of them")
 	case !ok || service == "" || name == "":
 		return "", errors.New("pattern without a service or a method, " + want)
