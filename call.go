@@ -137,7 +137,9 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 		case withoutRetryOption:
 			c.disabled = true
 		case reportOption:
-			c.report = o.report
+			if o.report != nil {
+				c.report = o.report
+			}
 		case keyOption:
 			key, hasKey = o.key, true
 		}

@@ -217,7 +217,8 @@ func WithoutRetry() grpc.CallOption { return withoutRetryOption{} }
 
 // WithReport fills *r when the call ends, whatever its result. Each call needs
 // a Report of its own, which must not be read before the call returned. A nil
-// r is ignored. Without the interceptor it does nothing.
+// r is ignored, and of several Reports the last is filled. Without the
+// interceptor it does nothing.
 func WithReport(r *Report) grpc.CallOption { return reportOption{report: r} }
 
 // WithIdempotencyKey sends the metadata "idempotency-key: key", the same in
