@@ -136,21 +136,22 @@ func TestLadderAsksTheBudgetLast(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				empty := new(TokenBudget) // refuses every extra attempt
+				empty := emptyBudget(t)
+				before := empty.state().Refused
 				r := newRetrier(t, WithBudget(empty), WithDefaultPolicy(tt.policy))
 				srv, _ := serve(t, r, testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable)})
 				ctx, cancel := context.WithTimeout(t.Context(), tt.timeout)
 				defer cancel()
 				start := time.Now()
 				var report Report
-				err := invoke(t, ctx, srv, r, tt.method, WithReport(&report))
+				err := invokeMethod(t, ctx, srv, r, tt.method, WithReport(&report))
 				if status.Code(err) != codes.Unavailable {
 					t.Errorf("error %v, want UNAVAILABLE", err)
 				}
 				if report.Reason != tt.want || report.Made() != 1 {
 					t.Errorf("%v after %d attempts, want %v after 1", report.Reason, report.Made(), tt.want)
 				}
-				if got := empty.state().Refused; got != tt.refused {
+				if got := empty.state().Refused - before; got != tt.refused {
 					t.Errorf("the budget refused %d times, want %d", got, tt.refused)
 				}
 				if d := time.Since(start); d != 0 {
@@ -161,14 +162,24 @@ func TestLadderAsksTheBudgetLast(t *testing.T) {
 	}
 }
 
-// invoke makes one unary call of any method over a new ClientConn to srv.
-func invoke(t testing.TB, ctx context.Context, srv *testsrv.Server, r *Retrier, method string, opts ...grpc.CallOption) error {
+// invokeMethod makes one unary call of any method over a new ClientConn to srv.
+func invokeMethod(t testing.TB, ctx context.Context, srv *testsrv.Server, r *Retrier, method string, opts ...grpc.CallOption) error {
 	t.Helper()
 	cc, err := srv.Dial(r.DialOptions()...)
 	if err != nil {
 		t.Fatal(err)
 	}
 	return cc.Invoke(ctx, method, &testpb.Request{}, new(testpb.Response), opts...)
+}
+
+// emptyBudget returns a budget that refuses every extra attempt, also the free one.
+func emptyBudget(t testing.TB) *TokenBudget {
+	t.Helper()
+	b := mustBudget(t, BudgetConfig{FreeInterval: -1})
+	for ok := true; ok; {
+		_, ok = b.Reserve(CostTransient)
+	}
+	return b
 }
 
 // modelReason is the ladder once more, told as plainly as can be: for each

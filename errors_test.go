@@ -45,7 +45,7 @@ func TestErrorOfACall(t *testing.T) {
 	for _, tt := range []struct {
 		name     string
 		step     testsrv.Step
-		options  []Option
+		empty    bool // the budget
 		policy   Policy
 		timeout  time.Duration
 		text     string
@@ -53,7 +53,7 @@ func TestErrorOfACall(t *testing.T) {
 	}{
 		{name: "attempts exhausted", step: down, policy: Policy{MaxAttempts: 2}, sentinel: "ErrAttemptsExhausted",
 			text: "rpc error: code = Unavailable desc = backend down (grpcretry: attempts_exhausted after 2 attempts)"},
-		{name: "budget exhausted", step: down, options: []Option{WithBudget(new(TokenBudget))}, sentinel: "ErrBudgetExhausted",
+		{name: "budget exhausted", step: down, empty: true, sentinel: "ErrBudgetExhausted",
 			text: "rpc error: code = Unavailable desc = backend down (grpcretry: budget_exhausted after 1 attempt)"},
 		{name: "does not fit", step: down, policy: Policy{Backoff: Backoff{Base: time.Minute, Jitter: NoJitter}}, timeout: time.Minute, sentinel: "ErrDeadlineTooClose",
 			text: "rpc error: code = Unavailable desc = backend down (grpcretry: deadline after 1 attempt)"},
@@ -66,7 +66,11 @@ func TestErrorOfACall(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				r := newRetrier(t, append(tt.options, WithDefaultPolicy(tt.policy))...)
+				options := []Option{WithDefaultPolicy(tt.policy)}
+				if tt.empty {
+					options = append(options, WithBudget(emptyBudget(t)))
+				}
+				r := newRetrier(t, options...)
 				srv, client := serve(t, r, testsrv.Script{"*": testsrv.Sequence{tt.step}})
 				ctx := t.Context()
 				if tt.timeout > 0 {
