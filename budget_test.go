@@ -946,17 +946,17 @@ func TestTokenBudgetLayout(t *testing.T) {
 
 // A modelBudget is the specification written down as plainly as it can be.
 type modelBudget struct {
-	mu            sync.Mutex
-	tokens, hedge float64
-	inflight      int
-	lastFree      time.Time
+	mu                   sync.Mutex
+	least, tokens, hedge float64 // least is the capacity without calls in flight
+	inflight             int
+	lastFree             time.Time
 }
 
 func newModelBudget() *modelBudget {
-	return &modelBudget{tokens: 70, hedge: 50, lastFree: time.Now()}
+	return &modelBudget{least: 70, tokens: 70, hedge: 50, lastFree: time.Now()}
 }
 
-func (m *modelBudget) cap() float64 { return max(70, 10*float64(m.inflight)) }
+func (m *modelBudget) cap() float64 { return max(m.least, 10*float64(m.inflight)) }
 
 func (m *modelBudget) ok() {
 	m.mu.Lock()
