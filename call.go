@@ -3,8 +3,10 @@ package grpcretry
 import (
 	"context"
 	"crypto/rand"
+	"errors"
 	"math"
 	randv2 "math/rand/v2"
+	"reflect"
 	"slices"
 	"strconv"
 	"sync/atomic"
@@ -105,7 +107,8 @@ type destinations struct {
 	peer    peer.Peer
 	header  metadata.MD
 	trailer metadata.MD
-	reached atomic.Bool // grpc saw our options
+	ended   atomic.Bool           // grpc is done with the attempt, and with the destinations
+	failure atomic.Pointer[error] // how it failed, as grpc saw it
 	probe   grpc.OnFinishCallOption
 	opts    []grpc.CallOption
 	plain   bool // opts are the attempt's own only, as most calls have them
@@ -113,6 +116,35 @@ type destinations struct {
 }
 
 func (d *destinations) sawPeer() bool { return d.peer.Addr != nil || d.peer.AuthInfo != nil }
+
+// finish is the attempt's OnFinish. grpc has written to the destinations by
+// then, if it does at all.
+func (d *destinations) finish(err error) {
+	if err != nil {
+		failure := err
+		d.failure.Store(&failure)
+	}
+	d.ended.Store(true)
+}
+
+// proves reports whether a missing peer proves that err came from an attempt
+// which never left the client: grpc itself must have ended this very attempt
+// with this very error. It proves nothing where an interceptor further in drops
+// call options, answers by itself, or had another try by other means.
+func (d *destinations) proves(err error) bool {
+	failure := d.failure.Load()
+	return failure != nil && onlyWraps(err, *failure)
+}
+
+// onlyWraps reports whether err is cause with nothing but text around it.
+func onlyWraps(err, cause error) bool {
+	for ; err != nil; err = errors.Unwrap(err) {
+		if reflect.ValueOf(err).Comparable() && err == cause {
+			return true
+		}
+	}
+	return false
+}
 
 // begin sets up a call. It returns nil where another Retrier further out
 // already has the call in its care, and an error for a bad edit of the policy.
@@ -287,8 +319,7 @@ func (c *call) limit(ctx context.Context) context.Context {
 // which the call serves itself at its end, and with the attempt's own.
 func (c *call) options() []grpc.CallOption {
 	d := c.dest
-	known := c.method.proven.Load() == c.target
-	if plain := len(c.opts) == 0 && known; plain && d.plain {
+	if plain := len(c.opts) == 0; plain && d.plain {
 		return d.opts // as they were for the call before
 	} else {
 		d.plain = plain
@@ -306,14 +337,12 @@ func (c *call) options() []grpc.CallOption {
 	if c.header {
 		out = append(out, grpc.HeaderCallOption{HeaderAddr: &d.header})
 	}
-	if !known {
-		if d.probe.OnFinish == nil {
-			d.probe.OnFinish = func(error) { d.reached.Store(true) }
-		}
-		out = append(out, d.probe)
+	if d.probe.OnFinish == nil {
+		d.probe.OnFinish = d.finish
 	}
-	d.opts = out
-	return out
+	out = append(out, d.probe)
+	d.opts = slices.Clip(out) // who appends to it further in makes a copy
+	return d.opts
 }
 
 // end takes the result of the attempt, decides what follows, and reports
@@ -321,9 +350,9 @@ func (c *call) options() []grpc.CallOption {
 func (c *call) end(err error) bool {
 	c.stopTimer()
 	c.settle(err == nil)
-	proven := c.prove(err)
 	c.succeeded = err == nil
 	if err == nil {
+		c.checkOptions()
 		if c.number == 1 {
 			c.budget.Record(OutcomeOK)
 		} else {
@@ -333,7 +362,10 @@ func (c *call) end(err error) bool {
 			return false
 		}
 	}
-	f := c.facts(err, time.Now(), proven)
+	if err != nil {
+		c.turnAway()
+	}
+	f := c.facts(err, time.Now())
 	d := decide(&f, c.retryIf, c.backoff)
 	if d.failure {
 		c.budget.Record(OutcomeFailure)
@@ -369,28 +401,25 @@ func (c *call) settle(won bool) {
 	c.granted = grantNone
 }
 
-// prove learns from the attempt whether our call options reach grpc, and
-// reports whether a missing peer proves anything. Until a call of this method
-// to this target has shown a peer, the attempt's own OnFinish must have run; a
-// success without a peer shows that an interceptor further in drops options.
-func (c *call) prove(err error) bool {
-	if c.work {
-		return false
-	}
-	known := c.method.proven.Load() == c.target
-	switch {
-	case c.dest.sawPeer():
-		if !known {
-			c.method.proven.Store(c.target)
-		}
-	case err == nil && c.target.distrusted.CompareAndSwap(false, true):
+// checkOptions finds out, at a success, that the call options of its attempt did
+// not reach grpc. Nothing rests on it but a line in the log.
+func (c *call) checkOptions() {
+	if !c.dest.sawPeer() && !c.dest.ended.Load() && c.cc != nil && c.target.swallowed.CompareAndSwap(false, true) {
 		c.r.logSwallowed(c)
 	}
-	return (known || c.dest.reached.Load()) && !c.target.distrusted.Load()
+}
+
+// turnAway leaves the destinations of an attempt that grpc has not ended: an
+// interceptor further in did not wait for it, so that it may still write to
+// them, or keeps them from it.
+func (c *call) turnAway() {
+	if c.cc != nil && !c.dest.ended.Load() {
+		c.dest = new(destinations)
+	}
 }
 
 // facts collects what the ladder looks at, and fills in the record of the attempt.
-func (c *call) facts(err error, wall time.Time, proven bool) facts {
+func (c *call) facts(err error, wall time.Time) facts {
 	d := c.dest
 	c.parent, _ = c.ctx.Deadline()
 	f := facts{
@@ -401,7 +430,8 @@ func (c *call) facts(err error, wall time.Time, proven bool) facts {
 	if late := passed(c.cutoff, wall); c.work {
 		f.outcome = classifyWork(err, late, c.policy.Codes)
 	} else {
-		f.outcome = classify(err, sighting{peer: d.sawPeer(), options: proven, trailer: d.trailer}, late)
+		seen := sighting{peer: d.sawPeer(), options: d.proves(err), header: len(d.header) > 0, trailer: d.trailer}
+		f.outcome = classify(err, seen, late)
 	}
 	if err != nil {
 		c.consultResolver()
@@ -613,7 +643,8 @@ func (c *call) close() {
 func (c *call) recycle() {
 	if d := c.dest; d != nil && c.succeeded && c.ctx.Err() == nil {
 		d.peer, d.header, d.trailer = peer.Peer{}, nil, nil
-		d.reached.Store(false)
+		d.ended.Store(false)
+		d.failure.Store(nil)
 		if !d.plain {
 			clear(d.inline[:])
 			d.opts = nil

@@ -216,7 +216,7 @@ func (s DelaySource) String() string {
 // sighting is what grpc reported of an attempt beside its error.
 type sighting struct {
 	peer    bool        // the attempt had a transport stream
-	options bool        // our call options reached grpc: without this, a missing peer proves nothing
+	options bool        // the error is the one with which grpc ended the attempt: without this, a missing peer proves nothing
 	header  bool        // the peer sent a header
 	trailer metadata.MD // what the peer sent at the end
 }

@@ -117,14 +117,11 @@ func (r *Retrier) logGivenUp(c *call, err error) {
 	)
 }
 
-// logSwallowed tells, once per target, that an interceptor further in loses
-// our call options. Without a ClientConn, in a fake, that is nothing to report.
+// logSwallowed tells, once per target, that an interceptor further in keeps our
+// call options from grpc, or answers by itself.
 func (r *Retrier) logSwallowed(c *call) {
-	if c.cc == nil {
-		return
-	}
-	r.log().LogAttrs(c.ctx, slog.LevelWarn, "grpcretry: a call succeeded but the call options of its attempt never reached grpc: "+
-		"an interceptor after this one drops them, so attempts that never left the client cannot be told any more",
+	r.log().LogAttrs(c.ctx, slog.LevelWarn, "grpcretry: a call succeeded but its call options never reached grpc: "+
+		"an interceptor after this one drops them or answered by itself; what drops them also keeps attempts that never left the client from being told",
 		slog.String("method", c.method.name), slog.String("target", c.target.name))
 }
 

@@ -78,10 +78,7 @@ type method struct {
 	follow, resolver, resolverIdem bool
 	resolved                       atomic.Pointer[resolverPolicy]
 
-	// proven is the target for which a call of this method has shown that our
-	// call options reach grpc.
-	proven atomic.Pointer[target]
-	log    *methodLog
+	log *methodLog
 }
 
 // policySet is what New or Update installed: immutable but for its cache.

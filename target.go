@@ -23,10 +23,10 @@ const (
 // target is what a Retrier keeps for one canonical target, over reconnects,
 // resolver updates and changes of policy.
 type target struct {
-	name       string // canonical
-	number     uint64 // counts the targets made before it
-	budget     Budget
-	distrusted atomic.Bool // calls to it lose our call options, so a missing peer proves nothing
+	name      string // canonical
+	number    uint64 // counts the targets made before it
+	budget    Budget
+	swallowed atomic.Bool // the log has told that calls to it lose our call options
 
 	// inflight counts the calls between enter and leave. The default budget,
 	// which is nobody else's, does so already; for others it is counted here.
