@@ -58,11 +58,11 @@ type callState struct {
 	consulted   bool // the ClientConn's service config was asked
 	observed    bool // somebody wants to know about every attempt
 	copies      bool // the caller passed destinations or OnFinish
+	reports     bool // the caller passed a Report
 	header      bool // the caller wants the header
 	waitReady   bool
 	request     any
 	opts        []grpc.CallOption // the caller's, never written to
-	report      *Report
 	trace       callTrace
 
 	started moment
@@ -169,9 +169,7 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 		case withoutRetryOption:
 			c.disabled = true
 		case reportOption:
-			if o.report != nil {
-				c.report = o.report
-			}
+			c.reports = c.reports || o.report != nil
 		case keyOption:
 			key, hasKey = o.key, true
 		}
@@ -188,9 +186,8 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	if edits > 0 {
 		c.consultResolver()
 		if err := c.edit(); err != nil {
-			if c.report != nil {
-				*c.report = Report{Method: c.method.name, Target: r.targets.find(c.dialed(), cc).name}
-			}
+			c.target, c.dest = r.targets.find(c.dialed(), cc), new(destinations)
+			c.handOver(err)
 			c.recycle()
 			return nil, err
 		}
@@ -203,7 +200,7 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 		c.due = earlier(c.due, c.started.time(time.Now()).Add(c.policy.Timeout))
 	}
 	c.trace.begin(ctx)
-	c.observed = c.report != nil || len(r.hooks) > 0 || c.trace.recording
+	c.observed = c.reports || len(r.hooks) > 0 || c.trace.recording
 	c.target = r.targets.enter(c.dialed(), cc) // last, because from here on the call must be closed
 	c.budget = c.method.child.enter(c.target)
 	return c, nil
@@ -578,13 +575,8 @@ func (c *call) finish(err error) error {
 			c.r.logGivenUp(c, err)
 		}
 	}
-	if c.report != nil {
-		*c.report = c.result()
-	}
 	c.done = true
-	if c.copies {
-		c.copyOut(err)
-	}
+	c.handOver(err)
 	for _, h := range c.r.hooks {
 		if h.CallEnd != nil {
 			h.CallEnd(c.ctx, c.result(), c.request, err)
@@ -595,29 +587,44 @@ func (c *call) finish(err error) error {
 
 // result is the call as its Report tells it.
 func (c *call) result() Report {
-	return Report{
-		Method: c.method.name, Target: c.target.name,
-		Attempts: slices.Clone(c.attempts), Dropped: c.dropped, Reason: c.last().Reason,
+	r := Report{Method: c.method.name, Target: c.target.name}
+	if len(c.attempts) > 0 {
+		r.Attempts, r.Dropped, r.Reason = slices.Clone(c.attempts), c.dropped, c.last().Reason
 	}
+	return r
 }
 
-// copyOut gives the caller the header, trailer and peer of the attempt that is
-// returned, and runs the caller's OnFinish: each once per call, as without retries.
-func (c *call) copyOut(err error) {
+// handOver fills the caller's reports, gives it the header, trailer and peer of
+// the attempt that is returned, and runs its OnFinish: each once per call, as
+// without retries.
+func (c *call) handOver(err error) {
+	if !c.copies && !c.reports {
+		return
+	}
 	for _, o := range c.opts {
 		switch o := o.(type) {
 		case grpc.HeaderCallOption:
-			*o.HeaderAddr = c.dest.header
+			give(o.HeaderAddr, c.dest.header)
 		case grpc.TrailerCallOption:
-			*o.TrailerAddr = c.dest.trailer
+			give(o.TrailerAddr, c.dest.trailer)
 		case grpc.PeerCallOption:
-			*o.PeerAddr = c.dest.peer
+			give(o.PeerAddr, c.dest.peer)
+		case reportOption:
+			if o.report != nil {
+				*o.report = c.result()
+			}
 		}
 	}
 	for _, o := range c.opts {
 		if o, ok := o.(grpc.OnFinishCallOption); ok && o.OnFinish != nil {
 			o.OnFinish(err)
 		}
+	}
+}
+
+func give[T any](to *T, value T) {
+	if to != nil {
+		*to = value
 	}
 }
 
@@ -629,8 +636,9 @@ func (c *call) close() {
 	c.budget.Leave()
 	if !c.done { // a callback of the user's panicked
 		c.emit(true)
-		if c.copies {
-			c.copyOut(status.Error(codes.Internal, "grpcretry: the call panicked"))
+		if c.dest != nil {
+			c.turnAway()
+			c.handOver(status.Error(codes.Internal, "grpcretry: the call panicked"))
 		}
 		return
 	}
