@@ -86,26 +86,45 @@ func (r *Retrier) unary(ctx context.Context, fullMethod string, req, reply any, 
 		return invoker(ctx, fullMethod, req, reply, cc, opts...)
 	}
 	c.request = req
+	blank := blankOf(reply)
 	return c.run(func(ctx context.Context, opts []grpc.CallOption) error {
 		if c.number > 1 {
-			reset(reply)
+			reset(reply, blank)
 		}
 		return invoker(ctx, fullMethod, req, reply, cc, opts...)
 	})
 }
 
-// reset empties a reply that a failed attempt may have filled: some codecs
-// merge into what is there.
-func reset(reply any) {
+// blankOf keeps what is in a reply that has no Reset of its own: the caller may
+// have put something there, such as defaults, a buffer, or a pointer to what the
+// codec is to fill.
+func blankOf(reply any) (blank reflect.Value) {
+	switch reply.(type) {
+	case nil, proto.Message, interface{ Reset() }:
+		return blank
+	}
+	if v := reflect.ValueOf(reply); v.Kind() == reflect.Pointer && !v.IsNil() {
+		blank = reflect.New(v.Type().Elem()).Elem()
+		blank.Set(v.Elem())
+	}
+	return blank
+}
+
+// reset makes a reply that a failed attempt may have filled as it was: some
+// codecs merge into what is there.
+func reset(reply any, blank reflect.Value) {
+	v := reflect.ValueOf(reply)
+	if v.Kind() == reflect.Pointer && v.IsNil() {
+		return
+	}
 	switch m := reply.(type) {
-	case nil:
 	case proto.Message:
 		proto.Reset(m)
 	case interface{ Reset() }:
 		m.Reset()
 	default:
-		if v := reflect.ValueOf(reply); v.Kind() == reflect.Pointer && !v.IsNil() && v.Elem().CanSet() {
-			v.Elem().SetZero()
+		if blank.IsValid() {
+			v.Elem().Set(blank)
 		}
 	}
 }
