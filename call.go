@@ -176,15 +176,23 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	}
 	if set := r.set.Load(); c.set != set || c.method.name != fullMethod {
 		c.set, c.method = set, set.lookup(fullMethod)
+		r.logUnusable(c.method)
+	} else if c.method.declared.stale() {
+		c.method = set.lookup(fullMethod)
 	}
 	c.policy, c.source = c.method.policy, c.method.source
 	c.idempotency, c.idemSource = c.method.idempotency, c.method.idemSource
-	if work && c.idempotency == Inherit {
-		c.idempotency, c.idemSource = Idempotent, SourceDefault
+	if work {
+		c.beWork()
 	}
 	c.started = now()
-	if edits > 0 {
+	if mc := c.method.config; mc != nil && mc.waitForReady != nil && !c.failFastSaid() {
+		c.waitReady = *mc.waitForReady
+	}
+	if edits > 0 || c.method.askFirst {
 		c.consultResolver()
+	}
+	if edits > 0 {
 		if err := c.edit(); err != nil {
 			c.target, c.dest = r.targets.find(c.dialed(), cc), new(destinations)
 			c.handOver(err)
@@ -192,7 +200,6 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 			return nil, err
 		}
 	}
-	c.disabled = c.disabled || c.policy.MaxAttempts == 1
 	if hasKey || c.idempotency == Keyed {
 		c.sendKey(key)
 	}
@@ -215,6 +222,16 @@ func (c *call) dialed() string {
 		return c.cc.Target()
 	}
 	return ""
+}
+
+// beWork leaves what only RPCs follow: policies of service configs and .protos.
+func (c *call) beWork() {
+	if m := c.method; m.source == SourceProto || m.source == SourceServiceConfig || m.timeoutSource == SourceServiceConfig {
+		c.policy, c.source = builtinPolicy, SourceDefault
+	}
+	if c.idempotency == Inherit {
+		c.idempotency, c.idemSource = Idempotent, SourceDefault
+	}
 }
 
 // edit applies the call's own edits to a copy of the policy in force.
@@ -316,13 +333,16 @@ func (c *call) limit(ctx context.Context) context.Context {
 // which the call serves itself at its end, and with the attempt's own.
 func (c *call) options() []grpc.CallOption {
 	d := c.dest
-	if plain := len(c.opts) == 0; plain && d.plain {
+	if plain := len(c.opts) == 0 && c.method.extra == nil; plain && d.plain {
 		return d.opts // as they were for the call before
 	} else {
 		d.plain = plain
 	}
-	out := d.inline[:0]
+	out := append(d.inline[:0], c.method.extra...)
 	for _, o := range c.opts {
+		if len(c.method.extra) > 0 && c.method.config.outbids(o) {
+			continue
+		}
 		switch o.(type) {
 		case grpc.HeaderCallOption, grpc.TrailerCallOption, grpc.PeerCallOption, grpc.OnFinishCallOption,
 			callPolicyOption, withoutRetryOption, reportOption, keyOption:
@@ -421,7 +441,7 @@ func (c *call) facts(err error, wall time.Time) facts {
 	c.parent, _ = c.ctx.Deadline()
 	f := facts{
 		parentDone: c.ctx.Err() != nil || passed(c.parent, wall),
-		disabled:   c.disabled,
+		dryRun:     c.method.dryRun,
 		reauthed:   c.reauthed,
 	}
 	if late := passed(c.cutoff, wall); c.work {
@@ -442,6 +462,7 @@ func (c *call) facts(err error, wall time.Time) facts {
 	}
 	deadline := earlier(c.parent, c.due)
 	f.policy, f.idempotency, f.attempts = c.policy, c.idempotency, c.counted
+	f.disabled = c.disabled || c.policy.single()
 	f.timeUp = passed(c.due, wall)
 	f.hasDeadline, f.remaining = !deadline.IsZero(), left(deadline, wall)
 	start := c.begun.time(wall)
@@ -503,7 +524,7 @@ func (c *call) advance(f *facts, d decision) {
 func (c *call) tell(d decision) {
 	a := c.last()
 	a.Reason, a.Delay, a.DelaySource = d.reason, d.delay, d.source
-	if !d.retry {
+	if !d.retry && d.reason != ReasonDryRun {
 		a.Delay, a.DelaySource = 0, DelayBackoff
 	}
 	c.pending = true
@@ -511,6 +532,7 @@ func (c *call) tell(d decision) {
 		c.emit(true)
 	}
 	if d.reason == ReasonNotIdempotent {
+		c.method.log.refused.Add(1)
 		c.r.logDeclined(c, a)
 	}
 	for _, h := range c.r.hooks {

@@ -156,6 +156,9 @@ const (
 	ReasonAttemptsExhausted
 	// ReasonDeadline: the wait does not fit what is left of the call's deadline.
 	ReasonDeadline
+	// ReasonDryRun: another attempt would have followed after the delay, if the
+	// budget had granted it, but for [WithDryRun].
+	ReasonDryRun
 	// ReasonBudgetExhausted: the budget refused.
 	ReasonBudgetExhausted
 	// ReasonRetry: another attempt follows after the delay.
@@ -166,7 +169,7 @@ const (
 
 var reasonNames = [...]string{
 	"none", "success", "hedge_lost", "parent_done", "closed", "disabled", "inbound_retry", "committed", "pushback_stop",
-	"permanent", "retry_if_stop", "not_retryable", "not_idempotent", "attempts_exhausted", "deadline", "budget_exhausted", "retry", "resume",
+	"permanent", "retry_if_stop", "not_retryable", "not_idempotent", "attempts_exhausted", "deadline", "dry_run", "budget_exhausted", "retry", "resume",
 }
 
 // String gives the ladder's word.
@@ -321,6 +324,7 @@ type facts struct {
 	disabled    bool
 	inbound     bool // below an inbound retry
 	committed   bool
+	dryRun      bool // retries are told and not made
 	reauthed    bool // an UNAUTHENTICATED was already retried in this call
 	ready       bool // the channel is READY, so that an unsent attempt did cost somebody
 	hasDeadline bool
@@ -384,6 +388,10 @@ func decide(f *facts, retryIf func() Verdict, backoff func() time.Duration) deci
 	d.delay, d.source = f.wait(backoff)
 	if f.hasDeadline && d.delay >= f.remaining {
 		d.reason = ReasonDeadline
+		return d
+	}
+	if f.dryRun {
+		d.reason = ReasonDryRun
 		return d
 	}
 	d.retry, d.reason = true, ReasonRetry

@@ -45,7 +45,8 @@ type Attempt struct {
 	// Reason says why the attempt was or was not followed by another;
 	// ReasonNone while that is still undecided (in RetryIf and Backoff.Func).
 	Reason Reason
-	// Delay is the wait before the next attempt; 0 if none follows.
+	// Delay is the wait before the next attempt; 0 if none follows. With
+	// ReasonDryRun it is the wait that would have been.
 	Delay time.Duration
 	// DelaySource says who set Delay.
 	DelaySource DelaySource

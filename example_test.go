@@ -253,7 +253,8 @@ func ExampleRetrier_Explain() {
 	//   codes          RESOURCE_EXHAUSTED, UNAVAILABLE
 	//                  RESOURCE_EXHAUSTED only with the server's hint when to come back
 	//   backoff        50ms times 2 up to 2s, FullJitter; overload 1s; hints up to 1m0s
-	//   idempotency    idempotent (from service)
+	//   idempotency    idempotent (from service: WithIdempotent("orders.v1.Orders/*"))
+	//   budget         the default, one for each target
 	//
 	// /payments.v1.Payments/Charge
 	//   policy         from default, unless the ClientConn's service config has a retryPolicy for the method
@@ -263,6 +264,7 @@ func ExampleRetrier_Explain() {
 	//   backoff        50ms times 2 up to 2s, FullJitter; overload 1s; hints up to 1m0s
 	//   idempotency    unknown: only attempts that never reached a server are repeated; to change that,
 	//                  declare idempotency_level in the .proto or use WithIdempotent("payments.v1.Payments/Charge")
+	//   budget         the default, one for each target
 }
 
 // New policies while calls run: retries are switched off during an incident.

@@ -17,6 +17,7 @@ import (
 // through [Retrier.DialOptions]. All its methods are safe for concurrent use.
 type Retrier struct {
 	set     atomic.Pointer[policySet]
+	updates sync.Mutex // one at a time
 	targets targets
 	calls   sync.Pool // of *call
 
@@ -32,33 +33,44 @@ type Retrier struct {
 func New(opts ...Option) (*Retrier, error) {
 	c := newConfig(opts)
 	set := newPolicySet(c)
+	set.checkThrottle(c.newBudget != nil, &c.faults)
 	if err := c.faults.err(); err != nil {
 		return nil, err
 	}
 	r := &Retrier{logger: c.logger, hooks: c.hooks, eventsOnlyOnRetry: c.eventsOnlyOnRetry}
 	r.set.Store(set)
 	r.targets.init(c.newBudget, r.logXDS)
+	r.targets.throttle(set.throttle())
 	r.calls.New = func() any { return &call{r: r} }
+	r.logMissing(set)
 	return r, nil
 }
 
 // Update replaces all policies by those of the options, as if New had been
 // given them, while calls run: those under way keep the policy they began
-// with. Budgets stay as they are, with their balance. Options that concern
-// wiring (budgets, logger, hooks, telemetry) are refused. On an error, which
-// names every fault, nothing changes.
+// with. Options that concern wiring (budgets, logger, hooks, telemetry) are
+// refused. On an error, which names every fault, nothing changes.
+//
+// Budgets keep their balance. Where a service config has another retryThrottling
+// than the one before, or one of the two has none, what takes the place of a
+// budget begins with the share that was left of it.
 func (r *Retrier) Update(opts ...Option) error {
 	c := newConfig(opts)
 	set := newPolicySet(c)
+	set.checkThrottle(r.targets.newBudget != nil, &c.faults)
 	if len(c.wiring) > 0 {
 		c.faults.add("Update: %s cannot change after New, want policy options only", strings.Join(c.wiring, ", "))
 	}
 	if err := c.faults.err(); err != nil {
 		return err
 	}
+	r.updates.Lock()
+	defer r.updates.Unlock()
 	set.logs = r.set.Load().logs // a new policy is no reason to tell everything once more
 	set.children = r.set.Load().children
 	r.set.Store(set)
+	r.targets.throttle(set.throttle())
+	r.logMissing(set)
 	return nil
 }
 

@@ -40,6 +40,10 @@ type methodLog struct {
 	// declined is set once the log has told that a retry was refused for want
 	// of idempotency.
 	declined atomic.Bool
+	// unusable is set once the log has told that the .proto declares a policy
+	// which cannot be followed.
+	unusable atomic.Bool
+	refused  atomic.Int64 // retries, for want of idempotency; for the audit
 	givenUp  throttledLine
 }
 
@@ -68,6 +72,18 @@ func (l *methodLogs) of(name string) *methodLog {
 	return m
 }
 
+// called gives the methods that were called, with the number of retries that
+// were refused for want of idempotency.
+func (l *methodLogs) called() map[string]int64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	all := make(map[string]int64, len(l.byName))
+	for name, m := range l.byName {
+		all[name] = m.refused.Load()
+	}
+	return all
+}
+
 func (r *Retrier) log() *slog.Logger {
 	if r.logger != nil {
 		return r.logger
@@ -87,6 +103,26 @@ func (r *Retrier) logDeclined(c *call, a *Attempt) {
 		slog.String("sent", a.Evidence.String()),
 		slog.String("fix", `if it is, declare "option idempotency_level = IDEMPOTENT;" in its .proto or pass grpcretry.WithIdempotent("`+c.method.rpc+`")`),
 	)
+}
+
+// logUnusable tells, once per method, that the policy which its .proto declares
+// cannot be followed.
+func (r *Retrier) logUnusable(m *method) {
+	if m.declared.fault == nil || !m.log.unusable.CompareAndSwap(false, true) {
+		return
+	}
+	r.log().LogAttrs(context.Background(), slog.LevelWarn, "grpcretry: the retry policy in the .proto cannot be followed, so another one is in force",
+		slog.String("method", m.name), slog.String("file", m.declared.file), slog.String("fault", m.declared.fault.Error()))
+}
+
+// logMissing tells of methods that a service config names but their service,
+// which is linked into the program, does not have. Not an error: a document
+// may serve clients of several versions.
+func (r *Retrier) logMissing(s *policySet) {
+	for _, name := range s.config.missing() {
+		r.log().LogAttrs(context.Background(), slog.LevelWarn, "grpcretry: the service config names a method that its service does not have",
+			slog.String("method", name), slog.String("place", s.config.methods[name].place))
+	}
 }
 
 // logRetry tells of each retry, for debugging only.

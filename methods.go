@@ -8,9 +8,9 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"google.golang.org/grpc"
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/reflect/protoregistry"
-	"google.golang.org/protobuf/types/descriptorpb"
 )
 
 // maxMethodsKept bounds the cache of a policySet; methods beyond it are
@@ -62,20 +62,27 @@ func (s Source) String() string {
 
 // method is all that is known of one full method within one policySet.
 type method struct {
-	name        string // "/pkg.Service/Method"
-	rpc         string // "pkg.Service/Method", as OpenTelemetry wants it
-	work        string // the target of work of that name, see Do
-	policy      *Policy
-	source      Source
-	idempotency Idempotency
-	idemSource  Source
-	child       *child // nil: none
+	name          string // "/pkg.Service/Method"
+	rpc           string // "pkg.Service/Method", as OpenTelemetry wants it
+	work          string // the target of work of that name, see Do
+	policy        *Policy
+	source        Source
+	timeoutSource Source // of the policy's Timeout
+	idempotency   Idempotency
+	idemSource    Source
+	child         *child // nil: none
+	dryRun        bool   // retries are decided and told, and not made
+
+	config   *methodConfig     // of the service config given in code; nil: none
+	extra    []grpc.CallOption // which that adds to every attempt
+	declared declaration
 
 	// follow tells that the ClientConn's service config is followed at all,
 	// resolver that no policy in code speaks for the method, so that the
 	// one which the ClientConn's service config holds is followed; resolverIdem
 	// the same for its idempotency.
 	follow, resolver, resolverIdem bool
+	askFirst                       bool // before the first attempt
 	resolved                       atomic.Pointer[resolverPolicy]
 
 	log *methodLog
@@ -86,6 +93,10 @@ type policySet struct {
 	exact, service map[string]*Policy // by "/pkg.Service/Method" and "/pkg.Service/"
 	idempotent     map[string]bool    // patterns of WithIdempotent, keyed alike
 	fallback       *Policy            // nil without WithDefaultPolicy
+	config         *serviceConfig     // nil without WithServiceConfig
+	dryRun         map[string]bool    // patterns of WithDryRun, keyed alike
+	dryRunAll      bool
+	httpGet        bool
 	followResolver bool
 	children       map[string]*child // keyed alike; they outlive the policySet
 
@@ -100,6 +111,9 @@ func newPolicySet(c *config) *policySet {
 		exact:          map[string]*Policy{},
 		service:        map[string]*Policy{},
 		idempotent:     map[string]bool{},
+		dryRun:         map[string]bool{},
+		dryRunAll:      c.dryRunAll,
+		httpGet:        c.httpGet,
 		children:       map[string]*child{},
 		followResolver: !c.noResolver,
 		logs:           new(methodLogs),
@@ -165,8 +179,51 @@ func newPolicySet(c *config) *policySet {
 		}
 		s.fallback = &p
 	}
+	for _, pattern := range c.dryRun {
+		f.where = fmt.Sprintf("WithDryRun(%q): ", pattern)
+		key, err := parsePattern(pattern)
+		if err != nil {
+			f.add("%v", err)
+			continue
+		}
+		s.dryRun[key] = true
+	}
+	f.where = ""
+	maxAttempts := defaultMaxCallAttempts
+	for i, n := range c.maxCallAttempts {
+		maxAttempts = n
+		switch {
+		case n < 2:
+			f.add("WithMaxCallAttempts: n = %d, want 2 or more", n)
+		case i > 0:
+			f.add("WithMaxCallAttempts is given twice, want it once")
+		}
+	}
+	f.where = "WithServiceConfig: "
+	for i, doc := range c.serviceConfigs {
+		s.config = parseServiceConfig(doc, maxAttempts, f)
+		if i > 0 {
+			f.add("given twice, want one document")
+		}
+	}
 	f.where = ""
 	return s
+}
+
+// throttle gives the limits of the service config's retryThrottling, or nil.
+func (s *policySet) throttle() *throttleLimits {
+	if s.config == nil {
+		return nil
+	}
+	return s.config.throttle
+}
+
+// checkThrottle adds a fault if both an option and the service config say what
+// bounds the retries.
+func (s *policySet) checkThrottle(budgetGiven bool, f *faults) {
+	if budgetGiven && s.throttle() != nil {
+		f.add("WithServiceConfig: retryThrottling together with WithBudget or WithBudgetPerTarget, want only one of them: NewThrottle makes the same of it for WithBudget")
+	}
 }
 
 // level is the policy given for exactly this key, or nil.
@@ -180,17 +237,18 @@ func (s *policySet) level(key string) *Policy {
 // lookup gives what is known of a full method; on the usual path it is one map access.
 // Methods that the cache has no room for are resolved at each call.
 func (s *policySet) lookup(fullMethod string) *method {
-	if m := (*s.cache.Load())[fullMethod]; m != nil {
+	if m := (*s.cache.Load())[fullMethod]; m != nil && !m.declared.stale() {
 		return m
 	}
 	m := s.resolve(fullMethod)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	old := *s.cache.Load()
-	if m := old[fullMethod]; m != nil {
-		return m
+	known := old[fullMethod]
+	if known != nil && !known.declared.stale() {
+		return known
 	}
-	if len(old) >= maxMethodsKept {
+	if len(old) >= maxMethodsKept && known == nil {
 		m.log = &s.logs.others
 		return m
 	}
@@ -204,8 +262,10 @@ func (s *policySet) lookup(fullMethod string) *method {
 	return m
 }
 
-// resolve applies the precedence: a more specific policy replaces a less
-// specific one as a whole, but an Idempotency of Inherit goes on to the next.
+// resolve applies the precedence: of the policies in code, that of a service
+// config given in code, the resolver's (which is looked up during the call) and
+// that of the .proto, the first one counts as a whole. Idempotency is looked for
+// separately, from the first that says anything.
 func (s *policySet) resolve(fullMethod string) *method {
 	name := strings.Clone(fullMethod)
 	switch {
@@ -214,67 +274,82 @@ func (s *policySet) resolve(fullMethod string) *method {
 	case !strings.HasPrefix(name, "/"):
 		name = "/" + name
 	}
-	m := &method{name: name, rpc: name[1:], work: "do:" + name[1:], follow: s.followResolver}
 	service := name[:strings.LastIndex(name, "/")+1]
-
+	m := &method{name: name, rpc: name[1:], work: "do:" + name[1:], follow: s.followResolver}
+	m.dryRun = s.dryRun[name] || s.dryRun[service] || s.dryRunAll
 	m.child = s.children[name]
 	if m.child == nil {
 		m.child = s.children[service]
 	}
+	m.declared = declarationOf(name, s.httpGet)
+	var named bool
+	if m.config, named = s.config.methodConfigOf(name, service); m.config != nil {
+		m.extra = m.config.callOptions()
+	}
+	s.choosePolicy(m, service)
+	s.chooseIdempotency(m, service, named)
+	return m
+}
 
-	policy := &Policy{}
-	switch {
-	case s.exact[name] != nil:
-		policy, m.source = s.exact[name], SourceMethod
+// choosePolicy sets m's policy. The service config's timeout holds also where
+// its entry leaves the retries to somebody less binding.
+func (s *policySet) choosePolicy(m *method, service string) {
+	policy, inCode := &Policy{}, true
+	switch configured := s.config.policyOf(m.name, service); {
+	case s.exact[m.name] != nil:
+		policy, m.source = s.exact[m.name], SourceMethod
 	case s.service[service] != nil:
 		policy, m.source = s.service[service], SourceService
 	case s.fallback != nil:
 		policy, m.source = s.fallback, SourceDefault
+	case configured != nil:
+		policy, m.source, inCode = configured, SourceServiceConfig, false
 	default:
-		m.source, m.resolver = SourceDefault, s.followResolver
+		m.resolver, inCode = s.followResolver, false
+		if m.declared.policy != nil {
+			policy, m.source = m.declared.policy, SourceProto
+		}
 	}
 	full := policy.withDefaults()
+	m.timeoutSource = m.source
+	if !inCode && m.config != nil && m.config.timeout > 0 {
+		full.Timeout, m.timeoutSource = m.config.timeout, SourceServiceConfig
+	}
 	m.policy = &full
+	// Otherwise the resolver is asked only once an attempt has failed.
+	m.askFirst = m.resolver && m.source == SourceProto
+}
 
+// chooseIdempotency sets m's idempotency. What a service config names for
+// retries its operator calls idempotent; where the .proto says that this rests
+// on a key, the key is still sent.
+func (s *policySet) chooseIdempotency(m *method, service string, named bool) {
 	for _, level := range []struct {
 		policy     *Policy
 		idempotent bool
 		source     Source
 	}{
-		{s.exact[name], s.idempotent[name], SourceMethod},
+		{s.exact[m.name], s.idempotent[m.name], SourceMethod},
 		{s.service[service], s.idempotent[service], SourceService},
 		{s.fallback, false, SourceDefault},
 	} {
 		switch {
 		case level.policy != nil && level.policy.Idempotency != Inherit:
 			m.idempotency, m.idemSource = level.policy.Idempotency, level.source
-			return m
+			return
 		case level.idempotent:
 			m.idempotency, m.idemSource = Idempotent, level.source
-			return m
+			return
 		}
 	}
+	if named && m.config.policy != nil && m.declared.idempotency != Keyed {
+		m.idempotency, m.idemSource = Idempotent, SourceServiceConfig
+		return
+	}
 	m.resolverIdem = s.followResolver
-	if declaredIdempotent(name) {
-		m.idempotency, m.idemSource = Idempotent, SourceProto
+	if m.declared.idempotency != Inherit {
+		m.idempotency, m.idemSource = m.declared.idempotency, SourceProto
 	}
-	return m
-}
-
-// declaredIdempotent reports whether the method's .proto, if it is linked into
-// the program, declares an idempotency_level of NO_SIDE_EFFECTS or IDEMPOTENT.
-func declaredIdempotent(fullMethod string) bool {
-	service, name, _ := strings.Cut(fullMethod[1:], "/")
-	d, err := protoregistry.GlobalFiles.FindDescriptorByName(protoreflect.FullName(service + "." + name))
-	if err != nil || d.Parent().FullName() != protoreflect.FullName(service) {
-		return false // unknown, or the dots of another service's method
-	}
-	options, _ := d.Options().(*descriptorpb.MethodOptions)
-	switch options.GetIdempotencyLevel() {
-	case descriptorpb.MethodOptions_NO_SIDE_EFFECTS, descriptorpb.MethodOptions_IDEMPOTENT:
-		return true
-	}
-	return false
 }
 
 // parsePattern turns "/pkg.Service/Method", "pkg.Service/Method" and

@@ -149,7 +149,7 @@ func TestDeclaredIdempotency(t *testing.T) {
 		"//":                               false,
 		"/.":                               false,
 	} {
-		if got := declaredIdempotent(method); got != want {
+		if got := declarationOf(method, false).idempotency == Idempotent; got != want {
 			t.Errorf("%s: %v, want %v", method, got, want)
 		}
 	}

@@ -18,6 +18,12 @@ type config struct {
 	idempotent []string
 	noResolver bool
 
+	serviceConfigs  []string
+	maxCallAttempts []int
+	dryRun          []string
+	dryRunAll       bool
+	httpGet         bool
+
 	wiring            []string // the options given that only New takes
 	newBudget         func(target string) Budget
 	shared            Budget // of WithBudget
@@ -91,6 +97,69 @@ func WithMethodPolicy(pattern string, p Policy) Option {
 // pattern a contradiction is an error of [New].
 func WithIdempotent(patterns ...string) Option {
 	return policyOption(func(c *config) { c.idempotent = append(c.idempotent, patterns...) })
+}
+
+// WithServiceConfig takes policies from a gRPC service config, the JSON document
+// that resolvers and grpc.WithDefaultServiceConfig deliver too (gRFC A6). Its
+// retryPolicy and hedgingPolicy count for the methods that they apply to unless
+// an option here has a policy for them. A method which one of them names, or
+// whose service it names, counts as idempotent unless an option here says
+// otherwise; {} in its place names no method. Where the document has no policy
+// for a method the next source decides.
+//
+// The document is read strictly: all its faults, among them unknown and repeated
+// fields, are one error, each with its line and column. Fields that concern the
+// ClientConn (load balancing, health checks) are refused. Where gRPC would take
+// a value for another, or ignore it, docs/service-config.md tells the difference.
+//
+//   - maxAttempts is cut to 5; see [WithMaxCallAttempts].
+//   - timeout is the policy's Timeout, and limits the whole call.
+//   - waitForReady holds unless the call has a grpc.WaitForReady of its own, and
+//     of the message limits in the document and in the call the smaller holds.
+//     They hold also for methods whose policy is in code.
+//   - perAttemptRecvTimeout, which gRPC for Java and C++ have in a retryPolicy,
+//     is the policy's AttemptTimeout.
+//   - hedgingPolicy becomes the policy's Hedge, without hedgingDelay AtOnce.
+//   - retryThrottling makes the budget of each target a [Throttle], in place of
+//     the default one; together with [WithBudget] or [WithBudgetPerTarget] it is an error.
+//
+// [Retrier.Update] with another document changes all this while calls run, and
+// keeps the share of the budgets that is left.
+func WithServiceConfig(json string) Option {
+	return policyOption(func(c *config) { c.serviceConfigs = append(c.serviceConfigs, json) })
+}
+
+// WithMaxCallAttempts raises, or lowers, the 5 attempts to which the maxAttempts
+// of a document given to [WithServiceConfig] is cut; n is 2 or more. The
+// document may come from elsewhere than the program, hence the limit. For the
+// service config of a ClientConn it is grpc.WithMaxCallAttempts; policies in code
+// and in a .proto have no such limit.
+func WithMaxCallAttempts(n int) Option {
+	return policyOption(func(c *config) { c.maxCallAttempts = append(c.maxCallAttempts, n) })
+}
+
+// WithDryRun decides about retries as ever and tells them in events, hooks and
+// reports ([ReasonDryRun], with the delay that would have passed), but makes
+// none: every call is one attempt, whose own result it returns. Without patterns
+// this holds for all methods; else for one method, "pkg.Service/Method", or a
+// service, "pkg.Service/*". It may be repeated.
+//
+// In New it lets a roll-out show first what it would do. In [Retrier.Update],
+// together with the options otherwise in force, it stops all retries at once
+// in an incident, and another Update without it lets them go on. Nothing is
+// taken from a budget; what calls and failures do to it goes on.
+func WithDryRun(patterns ...string) Option {
+	return policyOption(func(c *config) {
+		c.dryRun = append(c.dryRun, patterns...)
+		c.dryRunAll = c.dryRunAll || len(patterns) == 0
+	})
+}
+
+// WithHTTPGetIdempotent takes a method as idempotent whose .proto maps it to
+// HTTP GET, and to nothing else, by google.api.http. That is the weakest
+// statement: everything else that says anything of the method's idempotency wins.
+func WithHTTPGetIdempotent() Option {
+	return policyOption(func(c *config) { c.httpGet = true })
 }
 
 // WithoutResolverConfig keeps the Retrier from following the retryPolicy and

@@ -4,10 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"strings"
 	"time"
-
-	"google.golang.org/grpc/codes"
 )
 
 // Defaults of a [Policy]'s zero fields.
@@ -66,7 +63,8 @@ type Policy struct {
 	// the next less specific place, down to the .proto.
 	Idempotency Idempotency
 
-	// Hedge, if its MaxAttempts is not 0, replaces retries by overlapping attempts.
+	// Hedge, if its MaxAttempts is more than 1, replaces retries by overlapping
+	// attempts. These are not made yet: such a policy makes a single attempt.
 	Hedge Hedge
 
 	// ReplayBytes is how much of what a stream's caller sent is kept so that
@@ -150,6 +148,12 @@ const (
 	VerdictStop
 )
 
+// builtinPolicy is what holds where nobody gave a policy. It is never changed.
+var builtinPolicy = func() *Policy {
+	p := Policy{}.withDefaults()
+	return &p
+}()
+
 // withDefaults returns p with every zero field replaced by what it stands for.
 func (p Policy) withDefaults() Policy {
 	if p.MaxAttempts == 0 {
@@ -162,6 +166,11 @@ func (p Policy) withDefaults() Policy {
 	p.Codes = p.Codes.orDefault()
 	return p
 }
+
+// single reports whether every call makes a single attempt. That holds also for
+// a policy that hedges: there are no hedges yet, and retries, which it does not
+// ask for, are no substitute.
+func (p *Policy) single() bool { return p.MaxAttempts == 1 || p.Hedge.MaxAttempts > 1 }
 
 // validate adds every fault of p, each naming its field, the value and what is accepted.
 func (p Policy) validate(f *faults) {
@@ -230,87 +239,3 @@ func (f *faults) add(format string, args ...any) {
 
 // err is nil when nothing was added.
 func (f *faults) err() error { return errors.Join(f.list...) }
-
-// Effective is the answer of [Retrier.Explain].
-type Effective struct {
-	// Method is the full method.
-	Method string
-	// Policy is what is in force, defaults filled in and Idempotency resolved.
-	Policy Policy
-	// PolicySource says where the policy comes from, all of it but its
-	// Idempotency; SourceDefault also where nobody gave one.
-	PolicySource Source
-	// IdempotencySource says where Policy.Idempotency comes from; it means
-	// nothing while that is Inherit, which is how "unknown" looks.
-	IdempotencySource Source
-	// Resolver tells that a retryPolicy for the method in the service config
-	// of a ClientConn takes the place of Policy for calls on that ClientConn.
-	Resolver bool
-}
-
-// Explain tells which policy is in force for a full method, "/pkg.Service/Method",
-// where it comes from, and whether the method counts as idempotent and why. It
-// cannot know call options, nor the service config of a ClientConn; print the
-// answer with its String.
-func (r *Retrier) Explain(fullMethod string) Effective {
-	m := r.set.Load().lookup(fullMethod)
-	e := Effective{
-		Method: m.name, Policy: *m.policy, PolicySource: m.source,
-		IdempotencySource: m.idemSource, Resolver: m.resolver,
-	}
-	e.Policy.Idempotency = m.idempotency
-	return e
-}
-
-// String is the whole answer in some lines of text.
-func (e Effective) String() string {
-	var b strings.Builder
-	p := e.Policy
-	line := func(name, format string, args ...any) {
-		fmt.Fprintf(&b, "  %-15s%s\n", name, fmt.Sprintf(format, args...))
-	}
-	fmt.Fprintf(&b, "%s\n", e.Method)
-	from := "from " + e.PolicySource.String()
-	if e.Resolver {
-		from += ", unless the ClientConn's service config has a retryPolicy for the method"
-	}
-	line("policy", "%s", from)
-	if p.MaxAttempts == 1 {
-		line("attempts", "1: never retried")
-	} else {
-		line("attempts", "at most %d", p.MaxAttempts)
-	}
-	line("codes", "%v", p.Codes)
-	if p.Codes.Has(codes.ResourceExhausted) && !p.RetryQuota {
-		line("", "RESOURCE_EXHAUSTED only with the server's hint when to come back")
-	}
-	if p.RetryIf != nil {
-		line("", "RetryIf may decide otherwise")
-	}
-	line("backoff", "%v", p.Backoff)
-	label := "timeout"
-	for _, t := range []struct {
-		limit time.Duration
-		what  string
-	}{
-		{p.Timeout, "for the whole call"},
-		{p.AttemptTimeout, "for an attempt"},
-		{p.FirstResponseTimeout, "for the first response of a stream"},
-		{p.IdleTimeout, "between the responses of a stream"},
-	} {
-		if t.limit > 0 {
-			line(label, "%v %s", t.limit, t.what)
-			label = ""
-		}
-	}
-	switch p.Idempotency {
-	case Inherit:
-		line("idempotency", "unknown: only attempts that never reached a server are repeated; to change that,")
-		line("", "declare idempotency_level in the .proto or use WithIdempotent(%q)", strings.TrimPrefix(e.Method, "/"))
-	case NotIdempotent:
-		line("idempotency", "not idempotent (from %v): only attempts that never reached a server are repeated", e.IdempotencySource)
-	default:
-		line("idempotency", "%v (from %v)", p.Idempotency, e.IdempotencySource)
-	}
-	return b.String()
-}

@@ -31,7 +31,8 @@ type target struct {
 	// inflight counts the calls between enter and leave. The default budget,
 	// which is nobody else's, does so already; for others it is counted here.
 	inflight interface{ Load() int64 }
-	counter  *counter // nil with the default budget
+	counter  *counter    // nil with the default budget,
+	own      *swapBudget // which this is
 
 	used      atomic.Uint64 // how many targets had been made when it was last entered
 	forgotten atomic.Bool   // nobody may enter: another takes its place
@@ -48,8 +49,8 @@ type counter struct {
 func newTarget(name string, number uint64, budget Budget) *target {
 	x := &target{name: name, number: number, budget: budget}
 	if budget == nil {
-		b := defaultBudget()
-		x.budget, x.inflight = b, &b.inflight
+		x.own = &swapBudget{TokenBudget: defaultBudget()}
+		x.budget, x.inflight = x.own, &x.own.inflight
 		return x
 	}
 	x.counter = new(counter)
@@ -95,6 +96,7 @@ type targets struct {
 
 	_       pad // readers of mu write to it
 	adding  sync.Mutex
+	limits  *throttleLimits // of the budgets that are nobody else's; guarded by adding
 	mu      sync.RWMutex
 	byName  map[string]*dialed // as dialled
 	byCanon map[string]*target
@@ -186,6 +188,9 @@ func (t *targets) addOnce(name string, cc *grpc.ClientConn) (d *dialed, isNew bo
 			}
 		}
 		x = newTarget(canonical, t.made.Load(), b)
+		if x.own != nil {
+			x.own.swap(t.limits)
+		}
 	}
 	d = &dialed{name: name, target: x}
 
@@ -247,6 +252,19 @@ func (t *targets) forget(x *target) {
 	delete(t.byCanon, x.name)
 	for _, name := range x.spellings {
 		delete(t.byName, name)
+	}
+}
+
+// throttle makes the budgets that nobody else gave throttles with these limits,
+// or default budgets if they are nil.
+func (t *targets) throttle(limits *throttleLimits) {
+	t.adding.Lock()
+	defer t.adding.Unlock()
+	t.limits = limits
+	for _, x := range t.all() {
+		if x.own != nil {
+			x.own.swap(limits)
+		}
 	}
 }
 

@@ -67,10 +67,10 @@ func (t *callTrace) attempt(c *call, a *Attempt, last bool) {
 	if a.Code != codes.OK {
 		attrs = append(attrs, keyErrorType.String(codeName(a.Code)), keySent.String(a.Evidence.String()))
 	}
-	if a.Reason == ReasonRetry || a.Reason == ReasonResume {
+	if a.Reason == ReasonRetry || a.Reason == ReasonResume || a.Reason == ReasonDryRun {
 		attrs = append(attrs, keyDelay.Float64(a.Delay.Seconds()), keyDelaySource.String(a.DelaySource.String()))
 	}
-	if a.Reason == ReasonRetry || a.Reason == ReasonResume || a.Reason == ReasonBudgetExhausted {
+	if a.Reason == ReasonRetry || a.Reason == ReasonResume || a.Reason == ReasonDryRun || a.Reason == ReasonBudgetExhausted {
 		attrs = append(attrs, keyBalance.Float64(c.balance))
 	}
 	if last {

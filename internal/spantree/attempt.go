@@ -143,10 +143,13 @@ func (t *tree) decision(a attempt) []string {
 // decisionWords explain the ladder's word to somebody who meets it for the first time.
 func (t *tree) decisionWords(a attempt) string {
 	switch a.decision {
-	case "retry", "resume":
+	case "retry", "resume", "dry_run":
 		what := "another attempt"
-		if a.decision == "resume" {
+		switch a.decision {
+		case "resume":
 			what = "the stream goes on with another attempt"
+		case "dry_run":
+			what = "retries are only shown: another attempt would have followed"
 		}
 		switch {
 		case a.delay < 0:

@@ -90,7 +90,7 @@ func every() []tracetest.SpanStub {
 		switch decision {
 		case "budget_exhausted":
 			more = append(more, "grpcretry.budget.balance", 0.06)
-		case "retry", "resume":
+		case "retry", "resume", "dry_run":
 			more = append(more, "grpcretry.retry.delay", 1.5, "grpcretry.retry.delay_source", "retry_info", "grpcretry.budget.balance", 1.0)
 		}
 		add(decision, event(5, base(4, "UNAVAILABLE", decision, more...)...))
