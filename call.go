@@ -55,6 +55,7 @@ type callState struct {
 	idemSource  Source
 	work        bool // Do's, not an RPC
 	disabled    bool
+	inbound     bool // below an inbound retry
 	consulted   bool // the ClientConn's service config was asked
 	observed    bool // somebody wants to know about every attempt
 	copies      bool // the caller passed destinations or OnFinish
@@ -203,6 +204,9 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	if hasKey || c.idempotency == Keyed {
 		c.sendKey(key)
 	}
+	if subtrees.Load() {
+		c.serve()
+	}
 	if c.policy.Timeout > 0 {
 		c.due = earlier(c.due, c.started.time(time.Now()).Add(c.policy.Timeout))
 	}
@@ -269,7 +273,7 @@ func (c *call) sendKey(key string) {
 	if key == "" {
 		key = rand.Text()
 	}
-	c.base = metadata.AppendToOutgoingContext(c.ctx, keyHeader, key)
+	c.base = metadata.AppendToOutgoingContext(c.base, keyHeader, key)
 }
 
 // run is the loop: attempt after attempt, until the ladder says that this one's
@@ -371,9 +375,9 @@ func (c *call) end(err error) bool {
 	if err == nil {
 		c.checkOptions()
 		if c.number == 1 {
-			c.budget.Record(OutcomeOK)
+			c.record(OutcomeOK)
 		} else {
-			c.budget.Record(OutcomeExtraOK)
+			c.record(OutcomeExtraOK)
 		}
 		if !c.observed {
 			return false
@@ -385,7 +389,7 @@ func (c *call) end(err error) bool {
 	f := c.facts(err, time.Now())
 	d := decide(&f, c.retryIf, c.backoff)
 	if d.failure {
-		c.budget.Record(OutcomeFailure)
+		c.record(OutcomeFailure)
 	}
 	if d.retry {
 		if grant, ok := c.budget.Reserve(d.cost); ok {
@@ -400,6 +404,14 @@ func (c *call) end(err error) bool {
 	}
 	c.tell(d)
 	return d.retry
+}
+
+// record tells the budget of an outcome. What happens below an inbound retry
+// says nothing about how much load the servers can bear.
+func (c *call) record(o Outcome) {
+	if !c.inbound {
+		c.budget.Record(o)
+	}
 }
 
 // stopTimer releases the attempt's context.
@@ -462,7 +474,7 @@ func (c *call) facts(err error, wall time.Time) facts {
 	}
 	deadline := earlier(c.parent, c.due)
 	f.policy, f.idempotency, f.attempts = c.policy, c.idempotency, c.counted
-	f.disabled = c.disabled || c.policy.single()
+	f.disabled, f.inbound = c.disabled || c.policy.single(), c.inbound
 	f.timeUp = passed(c.due, wall)
 	f.hasDeadline, f.remaining = !deadline.IsZero(), left(deadline, wall)
 	start := c.begun.time(wall)
@@ -595,6 +607,9 @@ func (c *call) finish(err error) error {
 		}
 		if reason.givesUp() || reason == ReasonParentDone && (c.number > 1 || c.cut != nil) {
 			c.r.logGivenUp(c, err)
+		}
+		if reason.givesUp() {
+			c.tellInbound(err)
 		}
 	}
 	c.done = true
