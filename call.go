@@ -79,6 +79,7 @@ type callState struct {
 
 	retries  int           // since the last pushback, for the backoff
 	previous time.Duration // the last backoff
+	waited   time.Duration // between attempts, in all
 	reauthed bool
 	grant    permit
 	granted  grantState
@@ -380,6 +381,7 @@ func (c *call) end(err error) bool {
 			c.record(OutcomeExtraOK)
 		}
 		if !c.observed {
+			c.r.metrics.attempt(c.ctx, c.method, codes.OK, ReasonSuccess)
 			return false
 		}
 	}
@@ -397,6 +399,7 @@ func (c *call) end(err error) bool {
 			c.advance(&f, d)
 		} else {
 			d = decision{reason: ReasonBudgetExhausted}
+			c.r.metrics.rejected(c.ctx, c.method)
 		}
 	}
 	if c.trace.recording {
@@ -563,14 +566,16 @@ func (c *call) tell(d decision) {
 	}
 }
 
-// emit leaves the span event of the last attempt, once.
+// emit counts the last attempt and leaves its span event, once.
 func (c *call) emit(last bool) {
 	if !c.pending {
 		return
 	}
 	c.pending = false
+	a := c.last()
+	c.r.metrics.attempt(c.ctx, c.method, a.Code, a.Reason)
 	if c.trace.recording {
-		c.trace.attempt(c, c.last(), last)
+		c.trace.attempt(c, a, last)
 	}
 }
 
@@ -579,6 +584,7 @@ func (c *call) emit(last bool) {
 func (c *call) wait() bool {
 	a := c.last()
 	if sleep(c.ctx, a.Delay) {
+		c.waited += a.Delay
 		c.emit(false)
 		return true
 	}
@@ -607,10 +613,14 @@ func (c *call) finish(err error) error {
 		}
 		if reason.givesUp() || reason == ReasonParentDone && (c.number > 1 || c.cut != nil) {
 			c.r.logGivenUp(c, err)
+			c.r.metrics.gaveUp(c.ctx, c.method, reason)
 		}
 		if reason.givesUp() {
 			c.tellInbound(err)
 		}
+	}
+	if c.number > 1 {
+		c.r.metrics.call(c.ctx, c.method, c.number-1, c.waited)
 	}
 	c.done = true
 	c.handOver(err)
