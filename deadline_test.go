@@ -216,6 +216,7 @@ func TestAnswerIsNotReplacedByACancel(t *testing.T) {
 		}
 	}
 }
+
 // No deadline at all is the zero Time, which as a time lies before every other:
 // one comparison too few and a call without a deadline ends at once.
 func TestDeadlineArithmetic(t *testing.T) {

@@ -373,8 +373,8 @@ func TestLogSwallowedOptions(t *testing.T) {
 				}
 			}
 		}
-		want := `{"level":"WARN","msg":"grpcretry: a call succeeded but the call options of its attempt never reached grpc: ` +
-			`an interceptor after this one drops them, so attempts that never left the client cannot be told any more",` +
+		want := `{"level":"WARN","msg":"grpcretry: a call succeeded but its call options never reached grpc: an interceptor after this one drops them ` +
+			`or answered by itself; what drops them also keeps attempts that never left the client from being told",` +
 			`"method":"/testsrv.v1.TestService/Get","target":"passthrough:///` + srv.Address() + `"}` + "\n"
 		if got := book.text(); got != want {
 			t.Errorf("logged\n%s\nwant\n%s", got, want)
