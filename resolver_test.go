@@ -25,8 +25,8 @@ func resolverConfig(methods string) string {
 	return `{"loadBalancingConfig": [{"round_robin": {}}], "methodConfig": [` + methods + `]}`
 }
 
-// methodConfig is one method config with a retryPolicy; names and codes are JSON lists.
-func methodConfig(names string, attempts int, codes string) string {
+// retryConfig is one method config with a retryPolicy; names and codes are JSON lists.
+func retryConfig(names string, attempts int, codes string) string {
 	return fmt.Sprintf(`{"name": [%s], "retryPolicy": {"maxAttempts": %d, "initialBackoff": "0.1s", "maxBackoff": "0.3s", "backoffMultiplier": 2, "retryableStatusCodes": [%s]}}`,
 		names, attempts, codes)
 }
@@ -58,7 +58,7 @@ func cluster(t testing.TB, r *Retrier, config string, script testsrv.Script) (*t
 // that worked before must go on working, for the methods that it did work for,
 // and say for whom it vouches.
 func TestResolverPolicy(t *testing.T) {
-	four := func(names string) string { return resolverConfig(methodConfig(names, 4, `"UNAVAILABLE"`)) }
+	four := func(names string) string { return resolverConfig(retryConfig(names, 4, `"UNAVAILABLE"`)) }
 	for _, tt := range []struct {
 		name    string
 		opts    []Option
@@ -75,18 +75,18 @@ func TestResolverPolicy(t *testing.T) {
 		{name: "names another method", config: four(namesWrite), method: get, code: codes.Unavailable, runs: 3, reason: ReasonAttemptsExhausted, sources: "default idempotent"},
 		{name: "the wildcard vouches for nobody", config: four(namesAll), method: write, code: codes.Unavailable, runs: 1, reason: ReasonNotIdempotent, sources: "resolver unknown"},
 		{name: "the wildcard's policy for a declared method", config: four(namesAll), method: get, code: codes.Unavailable, runs: 4, reason: ReasonAttemptsExhausted, sources: "resolver idempotent"},
-		{name: "wildcard and service", config: resolverConfig(methodConfig(namesAll, 2, `"UNAVAILABLE"`) + "," + methodConfig(namesService, 4, `"UNAVAILABLE"`)),
+		{name: "wildcard and service", config: resolverConfig(retryConfig(namesAll, 2, `"UNAVAILABLE"`) + "," + retryConfig(namesService, 4, `"UNAVAILABLE"`)),
 			method: write, code: codes.Unavailable, runs: 4, reason: ReasonAttemptsExhausted, sources: "resolver idempotent"},
-		{name: "wildcard and another service", config: resolverConfig(methodConfig(namesAll, 2, `"UNAVAILABLE"`) + "," + methodConfig(`{"service": "a.B"}`, 4, `"UNAVAILABLE"`)),
+		{name: "wildcard and another service", config: resolverConfig(retryConfig(namesAll, 2, `"UNAVAILABLE"`) + "," + retryConfig(`{"service": "a.B"}`, 4, `"UNAVAILABLE"`)),
 			method: write, code: codes.Unavailable, runs: 1, reason: ReasonNotIdempotent, sources: "resolver unknown"},
 		{name: "wildcard and service in one entry: not to be told apart", config: four(namesAll + "," + namesService), method: write, code: codes.Unavailable, runs: 1, reason: ReasonNotIdempotent, sources: "resolver unknown"},
-		{name: "an entry without retryPolicy hides the wider one", config: resolverConfig(`{"name": [` + namesWrite + `]},` + methodConfig(namesService, 4, `"UNAVAILABLE"`)),
-			method: write, code: codes.Unavailable, runs: 1, reason: ReasonNotIdempotent, sources: "default unknown"},
-		{name: "its codes", config: resolverConfig(methodConfig(namesWrite, 4, `"ABORTED", "INTERNAL"`)), method: write, code: codes.Internal, runs: 4, reason: ReasonAttemptsExhausted, sources: "resolver idempotent"},
-		{name: "not its codes", config: resolverConfig(methodConfig(namesWrite, 4, `"ABORTED", "INTERNAL"`)), method: write, code: codes.Unavailable, runs: 1, reason: ReasonNotRetryable, sources: "resolver idempotent"},
-		{name: "codes as numbers", config: resolverConfig(methodConfig(namesWrite, 2, `10`)), method: write, code: codes.Aborted, runs: 2, reason: ReasonAttemptsExhausted, sources: "resolver idempotent"},
-		{name: "quota without a hint, as it lists it", config: resolverConfig(methodConfig(namesWrite, 2, `"RESOURCE_EXHAUSTED"`)), method: write, code: codes.ResourceExhausted, runs: 2, reason: ReasonAttemptsExhausted, sources: "resolver idempotent"},
-		{name: "more than grpc's five", config: resolverConfig(methodConfig(namesWrite, 9, `"UNAVAILABLE"`)), method: write, code: codes.Unavailable, runs: 5, reason: ReasonAttemptsExhausted, sources: "resolver idempotent"},
+		{name: "an entry without retryPolicy hides the wider one", config: resolverConfig(`{"name": [` + namesWrite + `]},` + retryConfig(namesService, 4, `"UNAVAILABLE"`)),
+			method: write, code: codes.Unavailable, runs: 1, reason: ReasonDisabled, sources: "resolver unknown"},
+		{name: "its codes", config: resolverConfig(retryConfig(namesWrite, 4, `"ABORTED", "INTERNAL"`)), method: write, code: codes.Internal, runs: 4, reason: ReasonAttemptsExhausted, sources: "resolver idempotent"},
+		{name: "not its codes", config: resolverConfig(retryConfig(namesWrite, 4, `"ABORTED", "INTERNAL"`)), method: write, code: codes.Unavailable, runs: 1, reason: ReasonNotRetryable, sources: "resolver idempotent"},
+		{name: "codes as numbers", config: resolverConfig(retryConfig(namesWrite, 2, `10`)), method: write, code: codes.Aborted, runs: 2, reason: ReasonAttemptsExhausted, sources: "resolver idempotent"},
+		{name: "quota without a hint, as it lists it", config: resolverConfig(retryConfig(namesWrite, 2, `"RESOURCE_EXHAUSTED"`)), method: write, code: codes.ResourceExhausted, runs: 2, reason: ReasonAttemptsExhausted, sources: "resolver idempotent"},
+		{name: "more than grpc's five", config: resolverConfig(retryConfig(namesWrite, 9, `"UNAVAILABLE"`)), method: write, code: codes.Unavailable, runs: 5, reason: ReasonAttemptsExhausted, sources: "resolver idempotent"},
 
 		{name: "opted out", opts: []Option{WithoutResolverConfig()}, config: four(namesWrite), method: write, code: codes.Unavailable, runs: 1, reason: ReasonNotIdempotent, sources: "default unknown"},
 		{name: "opted out of a declared method", opts: []Option{WithoutResolverConfig()}, config: four(namesService), method: get, code: codes.Unavailable, runs: 3, reason: ReasonAttemptsExhausted, sources: "default idempotent"},
@@ -130,7 +130,7 @@ func TestResolverPolicy(t *testing.T) {
 func TestResolverBackoff(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRetrier(t, WithBudget(Unlimited()))
-		_, client := cluster(t, r, resolverConfig(methodConfig(namesWrite, 5, `"UNAVAILABLE"`)), testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable)})
+		_, client := cluster(t, r, resolverConfig(retryConfig(namesWrite, 5, `"UNAVAILABLE"`)), testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable)})
 		drawn := make([][]float64, 4)
 		for range 200 {
 			ctx, events := traced(t, t.Context())
@@ -170,7 +170,7 @@ func TestResolverBackoff(t *testing.T) {
 func TestResolverBackoffOddities(t *testing.T) {
 	want := Policy{
 		MaxAttempts: 4, Codes: Codes(codes.Aborted), RetryQuota: true, ReplayBytes: DefaultReplayBytes,
-		Backoff: Backoff{Base: time.Second, Max: time.Second, Multiplier: 0.5, Jitter: ProportionalJitter(0.2), Overload: time.Second, MaxHint: time.Minute},
+		Backoff: Backoff{Base: time.Second, Max: time.Second, Multiplier: 0.5, Jitter: ProportionalJitter(0.2), Overload: 1, MaxHint: time.Minute},
 	}
 	p := a6Policy(4, time.Hour, time.Second, 0.5, Codes(codes.Aborted))
 	if !reflect.DeepEqual(p, want) {
@@ -190,7 +190,7 @@ func TestResolverPushback(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRetrier(t, WithBudget(Unlimited()))
 		pushed := testsrv.Step{Code: codes.Unavailable, Trailer: metadata.Pairs("grpc-retry-pushback-ms", "5000")}
-		_, client := cluster(t, r, resolverConfig(methodConfig(namesWrite, 5, `"UNAVAILABLE"`)), testsrv.Script{"*": testsrv.Fail(2, codes.Unavailable).Then(pushed).Then(testsrv.Step{Code: codes.Unavailable})})
+		_, client := cluster(t, r, resolverConfig(retryConfig(namesWrite, 5, `"UNAVAILABLE"`)), testsrv.Script{"*": testsrv.Fail(2, codes.Unavailable).Then(pushed).Then(testsrv.Step{Code: codes.Unavailable})})
 		var report Report
 		_, _ = client.Write(t.Context(), &testpb.Request{}, WithReport(&report))
 		for i, middle := range []time.Duration{100, 200, 0, 100} {
@@ -273,7 +273,7 @@ func TestResolverTimeout(t *testing.T) {
 func TestResolverUpdates(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRetrier(t, WithBudget(Unlimited()))
-		c, client := cluster(t, r, resolverConfig(methodConfig(namesWrite, 2, `"UNAVAILABLE"`)), testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable)})
+		c, client := cluster(t, r, resolverConfig(retryConfig(namesWrite, 2, `"UNAVAILABLE"`)), testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable)})
 		for _, step := range []struct {
 			name   string
 			config string // "-": as it was
@@ -281,14 +281,14 @@ func TestResolverUpdates(t *testing.T) {
 			runs   int
 		}{
 			{"first", "-", false, 2},
-			{"more attempts", resolverConfig(methodConfig(namesWrite, 4, `"UNAVAILABLE"`)), false, 4},
-			{"the same once more", resolverConfig(methodConfig(namesWrite, 4, `"UNAVAILABLE"`)), false, 4},
+			{"more attempts", resolverConfig(retryConfig(namesWrite, 4, `"UNAVAILABLE"`)), false, 4},
+			{"the same once more", resolverConfig(retryConfig(namesWrite, 4, `"UNAVAILABLE"`)), false, 4},
 			{"a bad one keeps the last", `{"methodConfig": [{"name": [` + namesWrite + `], "retryPolicy": {"maxAttempts": 1}}]}`, true, 4},
-			{"wildcard only", resolverConfig(methodConfig(namesAll, 4, `"UNAVAILABLE"`)), false, 1},
-			{"another code", resolverConfig(methodConfig(namesWrite, 4, `"ABORTED"`)), false, 1},
-			{"named again", resolverConfig(methodConfig(namesService, 3, `"UNAVAILABLE"`)), false, 3},
+			{"wildcard only", resolverConfig(retryConfig(namesAll, 4, `"UNAVAILABLE"`)), false, 1},
+			{"another code", resolverConfig(retryConfig(namesWrite, 4, `"ABORTED"`)), false, 1},
+			{"named again", resolverConfig(retryConfig(namesService, 3, `"UNAVAILABLE"`)), false, 3},
 			{"none", resolverConfig(""), false, 1},
-			{"named once more", resolverConfig(methodConfig(namesWrite, 5, `"UNAVAILABLE"`)), false, 5},
+			{"named once more", resolverConfig(retryConfig(namesWrite, 5, `"UNAVAILABLE"`)), false, 5},
 		} {
 			if step.config != "-" {
 				if err := c.SetServiceConfig(step.config); (err != nil) != step.bad {
@@ -309,7 +309,7 @@ func TestResolverUpdates(t *testing.T) {
 func TestResolverUpdateDuringACall(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRetrier(t, WithBudget(Unlimited()))
-		c, client := cluster(t, r, resolverConfig(methodConfig(namesWrite, 5, `"UNAVAILABLE"`)), testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable)})
+		c, client := cluster(t, r, resolverConfig(retryConfig(namesWrite, 5, `"UNAVAILABLE"`)), testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable)})
 		time.AfterFunc(200*time.Millisecond, func() {
 			if err := c.SetServiceConfig(resolverConfig("")); err != nil {
 				t.Error(err)
@@ -330,8 +330,8 @@ func TestResolverOfEachClientConn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRetrier(t, WithBudget(Unlimited()))
 		fail := testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable)}
-		two, clientTwo := cluster(t, r, resolverConfig(methodConfig(namesWrite, 2, `"UNAVAILABLE"`)), fail)
-		four, clientFour := cluster(t, r, resolverConfig(methodConfig(namesWrite, 4, `"UNAVAILABLE"`)), fail)
+		two, clientTwo := cluster(t, r, resolverConfig(retryConfig(namesWrite, 2, `"UNAVAILABLE"`)), fail)
+		four, clientFour := cluster(t, r, resolverConfig(retryConfig(namesWrite, 4, `"UNAVAILABLE"`)), fail)
 		for range 3 {
 			_, _ = clientTwo.Write(t.Context(), &testpb.Request{})
 			_, _ = clientFour.Write(t.Context(), &testpb.Request{})
@@ -361,7 +361,7 @@ func TestResolverPolicyOfTheFirstCall(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				r := newRetrier(t, append(tt.opts, WithBudget(Unlimited()))...)
-				c, client := cluster(t, r, resolverConfig(methodConfig(namesWrite, 4, `"UNAVAILABLE"`)), testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable)})
+				c, client := cluster(t, r, resolverConfig(retryConfig(namesWrite, 4, `"UNAVAILABLE"`)), testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable)})
 				var opts []grpc.CallOption
 				if tt.edit != nil {
 					opts = append(opts, WithCallPolicy(tt.edit))
