@@ -55,8 +55,8 @@ func (b *logBook) lines(t testing.TB) []map[string]any {
 	return lines
 }
 
-// logged makes a Retrier that logs from the level up, and its book.
-func logged(t testing.TB, level slog.Level, opts ...Option) (*Retrier, *logBook) {
+// loggedRetrier makes a Retrier that logs from the level up, and its book.
+func loggedRetrier(t testing.TB, level slog.Level, opts ...Option) (*Retrier, *logBook) {
 	t.Helper()
 	b := new(logBook)
 	handler := slog.NewJSONHandler(b, &slog.HandlerOptions{Level: level, ReplaceAttr: func(_ []string, a slog.Attr) slog.Attr {
@@ -97,7 +97,7 @@ func TestLogDeclined(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				r, book := logged(t, slog.LevelDebug, tt.opts...)
+				r, book := loggedRetrier(t, slog.LevelDebug, tt.opts...)
 				_, client := serve(t, r, testsrv.Script{write: tt.script})
 				for range 3 {
 					_, _ = client.Write(t.Context(), &testpb.Request{}, tt.call...)
@@ -118,7 +118,7 @@ func TestLogDeclined(t *testing.T) {
 // An outage meets many callers of one method at once; one line is enough.
 func TestLogDeclinedOnceUnderLoad(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r, book := logged(t, slog.LevelInfo)
+		r, book := loggedRetrier(t, slog.LevelInfo)
 		srv, client := serve(t, r, testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable)})
 		var wg sync.WaitGroup
 		for range 100 {
@@ -137,7 +137,7 @@ func TestLogDeclinedOnceUnderLoad(t *testing.T) {
 // Made-up method names must not become as many lines.
 func TestLogOfMadeUpMethodsIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r, book := logged(t, slog.LevelInfo)
+		r, book := loggedRetrier(t, slog.LevelInfo)
 		srv := testsrv.New(testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable)})
 		defer srv.Close()
 		// What a proxy for any method does; grpc's own answer to an unknown one would be UNIMPLEMENTED.
@@ -164,7 +164,7 @@ func TestLogOfMadeUpMethodsIsBounded(t *testing.T) {
 // every ten seconds for each method, with how many lines it held back.
 func TestLogGivenUp(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r, book := logged(t, slog.LevelWarn, WithBudget(Unlimited()), WithDefaultPolicy(Policy{MaxAttempts: 2, Backoff: Backoff{Base: time.Second, Jitter: NoJitter}}))
+		r, book := loggedRetrier(t, slog.LevelWarn, WithBudget(Unlimited()), WithDefaultPolicy(Policy{MaxAttempts: 2, Backoff: Backoff{Base: time.Second, Jitter: NoJitter}}))
 		srv, client := serve(t, r, testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable)})
 		// A call takes 1 s: the first is logged at 1 s, the next line is due at 11 s.
 		for range 12 {
@@ -262,7 +262,7 @@ func TestLogGivenUpReasons(t *testing.T) {
 				if tt.empty {
 					opts = append(opts, WithBudget(emptyBudget(t)))
 				}
-				r, book := logged(t, slog.LevelInfo, opts...)
+				r, book := loggedRetrier(t, slog.LevelInfo, opts...)
 				_, client := serve(t, r, testsrv.Script{"*": tt.script})
 				ctx, cancel := context.WithCancel(t.Context())
 				defer cancel()
@@ -287,7 +287,7 @@ func TestLogGivenUpReasons(t *testing.T) {
 func TestLogHoldsNoPayload(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const secret = "Ms Example, born 1970-01-01"
-		r, book := logged(t, slog.LevelDebug)
+		r, book := loggedRetrier(t, slog.LevelDebug)
 		_, client := serve(t, r, testsrv.Script{"*": testsrv.Sequence{{Code: codes.Unavailable, Message: secret, Trailer: metadata.Pairs("k", secret)}}})
 		ctx := metadata.AppendToOutgoingContext(t.Context(), "k", secret)
 		for _, call := range []func(context.Context, *testpb.Request, ...grpc.CallOption) (*testpb.Response, error){client.Get, client.Write} {
@@ -314,7 +314,7 @@ func TestLogRetries(t *testing.T) {
 `,
 	} {
 		synctest.Test(t, func(t *testing.T) {
-			r, book := logged(t, level, WithDefaultPolicy(Policy{Backoff: Backoff{Jitter: NoJitter}}))
+			r, book := loggedRetrier(t, level, WithDefaultPolicy(Policy{Backoff: Backoff{Jitter: NoJitter}}))
 			_, client := serve(t, r, testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable).
 				Then(testsrv.Step{Code: codes.Unavailable, Trailer: metadata.Pairs("grpc-retry-pushback-ms", "7")}).ThenOK()})
 			if _, err := client.Get(t.Context(), &testpb.Request{}); err != nil {
@@ -330,7 +330,7 @@ func TestLogRetries(t *testing.T) {
 // Policies that xDS delivers are invisible, which nobody would find out.
 func TestLogXDS(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r, book := logged(t, slog.LevelInfo)
+		r, book := loggedRetrier(t, slog.LevelInfo)
 		srv := testsrv.New(nil)
 		defer srv.Close()
 		xds := manual.NewBuilderWithScheme("xds")
@@ -361,7 +361,7 @@ func TestLogXDS(t *testing.T) {
 // repeated by. Whoever wrote it learns of it once for each target.
 func TestLogSwallowedOptions(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r, book := logged(t, slog.LevelInfo)
+		r, book := loggedRetrier(t, slog.LevelInfo)
 		swallow := grpc.WithChainUnaryInterceptor(func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoker grpc.UnaryInvoker, _ ...grpc.CallOption) error {
 			return invoker(ctx, method, req, reply, cc)
 		})

@@ -53,4 +53,3 @@ func TestPolicyDefaultsInACall(t *testing.T) {
 		}
 	})
 }
-
