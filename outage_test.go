@@ -3,6 +3,7 @@ package grpcretry
 import (
 	"context"
 	"fmt"
+	"math/rand/v2"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -263,6 +264,60 @@ func TestKilledServerUnderTraffic(t *testing.T) {
 		wg.Wait()
 		if lost.Load() != 0 || cluster.Servers[2].Count(get) < 500 {
 			t.Errorf("%d of %d calls were lost, %d attempts at the server that was killed", lost.Load(), calls.Load(), cluster.Servers[2].Count(get))
+		}
+	})
+}
+
+// The figure that the documentation gives for a partial outage: below about 28%
+// of independent failures every retry is paid for by the successes, above it
+// retries are refused.
+func TestIndependentFailures(t *testing.T) {
+	for _, tt := range []struct {
+		failing   float64
+		sustained bool
+	}{{0.05, true}, {0.125, true}, {0.25, true}, {0.32, false}, {0.5, false}} {
+		b := mustBudget(t, BudgetConfig{FreeInterval: -1})
+		rng := rand.New(rand.NewPCG(1, 2))
+		fails := func() bool { return rng.Float64() < tt.failing }
+		enter(b, 100)
+		record(b, OutcomeOK, 1000) // so that chance does not empty it
+		for range 100_000 {
+			if !fails() {
+				b.Record(OutcomeOK)
+				continue
+			}
+			for range 2 {
+				g, ok := b.Reserve(CostTransient)
+				if !ok {
+					break
+				}
+				won := !fails()
+				b.Settle(g, won)
+				if won {
+					break
+				}
+			}
+		}
+		if s := b.state(); s.Refused == 0 != tt.sustained {
+			t.Errorf("%v of the attempts fail: %d retries granted, %d refused; want none refused: %v", tt.failing, s.Granted, s.Refused, tt.sustained)
+		}
+	}
+}
+
+// What the documentation says of the throttle: one bad replica of eight turns
+// all retries off. Should that change, its advice is out of date.
+func TestOneBadReplicaTurnsTheThrottleOff(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const calls = 4000
+		r := newRetrier(t, WithBudget(mustThrottle(t, 10, 0.1)))
+		_, client := clusterOf(t, r, 8, func(i int) testsrv.Script {
+			if i == 3 {
+				return testsrv.Script{get: testsrv.Sequence{{Code: codes.Unavailable}}}
+			}
+			return testsrv.Script{get: testsrv.Sequence{{Delay: 10 * time.Millisecond}}}
+		})
+		if ok := load(t, client, 64, calls); ok < calls*87/100 || ok > calls*89/100 {
+			t.Errorf("%d of %d calls succeeded, want about seven of eight", ok, calls)
 		}
 	})
 }

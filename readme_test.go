@@ -16,8 +16,8 @@ import (
 	"example.com/grpcretry"
 )
 
-// The first code a user copies must compile: each Go block of the README and of
-// the package's documentation stands, but for its indentation, in a file of
+// The first code a user copies must compile: each Go block of the README, of the
+// pages in docs and of the package's documentation stands, but for its indentation, in a file of
 // examples that the tests compile and run.
 func TestSnippetsCompile(t *testing.T) {
 	var compiled []string
@@ -33,6 +33,15 @@ func TestSnippetsCompile(t *testing.T) {
 	snippets := map[string]string{}
 	for i, b := range blocks(read(t, "README.md"), "go") {
 		snippets[fmt.Sprintf("README.md, Go block %d", i+1)] = b
+	}
+	pages, err := filepath.Glob("docs/*.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, page := range append(pages, "DESIGN.md") {
+		for i, b := range blocks(read(t, page), "go") {
+			snippets[fmt.Sprintf("%s, Go block %d", page, i+1)] = b
+		}
 	}
 	for i, b := range packageSnippets(t) {
 		snippets[fmt.Sprintf("doc.go, block %d", i+1)] = b
