@@ -6,6 +6,7 @@ import (
 	"errors"
 	"math"
 	randv2 "math/rand/v2"
+	"net"
 	"reflect"
 	"slices"
 	"strconv"
@@ -55,7 +56,6 @@ type callState struct {
 	idemSource  Source
 	work        bool // Do's, not an RPC
 	disabled    bool
-	inbound     bool // below an inbound retry
 	consulted   bool // the ClientConn's service config was asked
 	observed    bool // somebody wants to know about every attempt
 	copies      bool // the caller passed destinations or OnFinish
@@ -79,7 +79,6 @@ type callState struct {
 
 	retries  int           // since the last pushback, for the backoff
 	previous time.Duration // the last backoff
-	waited   time.Duration // between attempts, in all
 	reauthed bool
 	grant    permit
 	granted  grantState
@@ -117,7 +116,21 @@ type destinations struct {
 	inline  [8]grpc.CallOption
 }
 
-func (d *destinations) sawPeer() bool { return d.peer.Addr != nil || d.peer.AuthInfo != nil }
+// unwritten is what a peer destination holds before grpc writes to it. The zero
+// Peer will not do: a transport may have neither address nor security to show.
+var unwritten net.Addr = new(net.IPAddr)
+
+func newDestinations() *destinations { return &destinations{peer: peer.Peer{Addr: unwritten}} }
+
+func (d *destinations) sawPeer() bool { return d.peer.Addr != unwritten }
+
+// seenPeer is the peer that grpc wrote, the zero Peer if it wrote none.
+func (d *destinations) seenPeer() peer.Peer {
+	if !d.sawPeer() {
+		return peer.Peer{}
+	}
+	return d.peer
+}
 
 // finish is the attempt's OnFinish. grpc has written to the destinations by
 // then, if it does at all.
@@ -196,7 +209,7 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	}
 	if edits > 0 {
 		if err := c.edit(); err != nil {
-			c.target, c.dest = r.targets.find(c.dialed(), cc), new(destinations)
+			c.target, c.dest = r.targets.find(c.dialed(), cc), newDestinations()
 			c.handOver(err)
 			c.recycle()
 			return nil, err
@@ -204,9 +217,6 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	}
 	if hasKey || c.idempotency == Keyed {
 		c.sendKey(key)
-	}
-	if subtrees.Load() {
-		c.serve()
 	}
 	if c.policy.Timeout > 0 {
 		c.due = earlier(c.due, c.started.time(time.Now()).Add(c.policy.Timeout))
@@ -274,7 +284,7 @@ func (c *call) sendKey(key string) {
 	if key == "" {
 		key = rand.Text()
 	}
-	c.base = metadata.AppendToOutgoingContext(c.base, keyHeader, key)
+	c.base = metadata.AppendToOutgoingContext(c.ctx, keyHeader, key)
 }
 
 // run is the loop: attempt after attempt, until the ladder says that this one's
@@ -302,7 +312,7 @@ func (c *call) start() (context.Context, []grpc.CallOption) {
 		}
 	}
 	if c.own == nil {
-		c.own = new(destinations)
+		c.own = newDestinations()
 	}
 	c.dest, c.own = c.own, nil
 	if c.granted == grantReserved {
@@ -376,12 +386,11 @@ func (c *call) end(err error) bool {
 	if err == nil {
 		c.checkOptions()
 		if c.number == 1 {
-			c.record(OutcomeOK)
+			c.budget.Record(OutcomeOK)
 		} else {
-			c.record(OutcomeExtraOK)
+			c.budget.Record(OutcomeExtraOK)
 		}
 		if !c.observed {
-			c.r.metrics.attempt(c.ctx, c.method, codes.OK, ReasonSuccess)
 			return false
 		}
 	}
@@ -391,7 +400,7 @@ func (c *call) end(err error) bool {
 	f := c.facts(err, time.Now())
 	d := decide(&f, c.retryIf, c.backoff)
 	if d.failure {
-		c.record(OutcomeFailure)
+		c.budget.Record(OutcomeFailure)
 	}
 	if d.retry {
 		if grant, ok := c.budget.Reserve(d.cost); ok {
@@ -399,7 +408,6 @@ func (c *call) end(err error) bool {
 			c.advance(&f, d)
 		} else {
 			d = decision{reason: ReasonBudgetExhausted}
-			c.r.metrics.rejected(c.ctx, c.method)
 		}
 	}
 	if c.trace.recording {
@@ -407,14 +415,6 @@ func (c *call) end(err error) bool {
 	}
 	c.tell(d)
 	return d.retry
-}
-
-// record tells the budget of an outcome. What happens below an inbound retry
-// says nothing about how much load the servers can bear.
-func (c *call) record(o Outcome) {
-	if !c.inbound {
-		c.budget.Record(o)
-	}
 }
 
 // stopTimer releases the attempt's context.
@@ -446,7 +446,7 @@ func (c *call) checkOptions() {
 // them, or keeps them from it.
 func (c *call) turnAway() {
 	if c.cc != nil && !c.dest.ended.Load() {
-		c.dest = new(destinations)
+		c.dest = newDestinations()
 	}
 }
 
@@ -477,7 +477,7 @@ func (c *call) facts(err error, wall time.Time) facts {
 	}
 	deadline := earlier(c.parent, c.due)
 	f.policy, f.idempotency, f.attempts = c.policy, c.idempotency, c.counted
-	f.disabled, f.inbound = c.disabled || c.policy.single(), c.inbound
+	f.disabled = c.disabled || c.policy.single()
 	f.timeUp = passed(c.due, wall)
 	f.hasDeadline, f.remaining = !deadline.IsZero(), left(deadline, wall)
 	start := c.begun.time(wall)
@@ -485,7 +485,7 @@ func (c *call) facts(err error, wall time.Time) facts {
 	*a = Attempt{
 		Method: c.method.name, Target: c.target.name, Number: c.number,
 		Start: start, Duration: wall.Sub(start),
-		Err: err, Code: f.code, Evidence: f.evidence, Peer: d.peer.Addr,
+		Err: err, Code: f.code, Evidence: f.evidence, Peer: d.seenPeer().Addr,
 		Remaining: f.remaining,
 	}
 	if err != nil {
@@ -566,16 +566,14 @@ func (c *call) tell(d decision) {
 	}
 }
 
-// emit counts the last attempt and leaves its span event, once.
+// emit leaves the span event of the last attempt, once.
 func (c *call) emit(last bool) {
 	if !c.pending {
 		return
 	}
 	c.pending = false
-	a := c.last()
-	c.r.metrics.attempt(c.ctx, c.method, a.Code, a.Reason)
 	if c.trace.recording {
-		c.trace.attempt(c, a, last)
+		c.trace.attempt(c, c.last(), last)
 	}
 }
 
@@ -584,7 +582,6 @@ func (c *call) emit(last bool) {
 func (c *call) wait() bool {
 	a := c.last()
 	if sleep(c.ctx, a.Delay) {
-		c.waited += a.Delay
 		c.emit(false)
 		return true
 	}
@@ -613,14 +610,7 @@ func (c *call) finish(err error) error {
 		}
 		if reason.givesUp() || reason == ReasonParentDone && (c.number > 1 || c.cut != nil) {
 			c.r.logGivenUp(c, err)
-			c.r.metrics.gaveUp(c.ctx, c.method, reason)
 		}
-		if reason.givesUp() {
-			c.tellInbound(err)
-		}
-	}
-	if c.number > 1 {
-		c.r.metrics.call(c.ctx, c.method, c.number-1, c.waited)
 	}
 	c.done = true
 	c.handOver(err)
@@ -655,7 +645,7 @@ func (c *call) handOver(err error) {
 		case grpc.TrailerCallOption:
 			give(o.TrailerAddr, c.dest.trailer)
 		case grpc.PeerCallOption:
-			give(o.PeerAddr, c.dest.peer)
+			give(o.PeerAddr, c.dest.seenPeer())
 		case reportOption:
 			if o.report != nil {
 				*o.report = c.result()
@@ -697,7 +687,7 @@ func (c *call) close() {
 // whose caller went away, may still be writing to them.
 func (c *call) recycle() {
 	if d := c.dest; d != nil && c.succeeded && c.ctx.Err() == nil {
-		d.peer, d.header, d.trailer = peer.Peer{}, nil, nil
+		d.peer, d.header, d.trailer = peer.Peer{Addr: unwritten}, nil, nil
 		d.ended.Store(false)
 		d.failure.Store(nil)
 		if !d.plain {
