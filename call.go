@@ -56,6 +56,7 @@ type callState struct {
 	idemSource  Source
 	work        bool // Do's, not an RPC
 	disabled    bool
+	inbound     bool // below an inbound retry
 	consulted   bool // the ClientConn's service config was asked
 	observed    bool // somebody wants to know about every attempt
 	copies      bool // the caller passed destinations or OnFinish
@@ -79,6 +80,7 @@ type callState struct {
 
 	retries  int           // since the last pushback, for the backoff
 	previous time.Duration // the last backoff
+	waited   time.Duration // between attempts, in all
 	reauthed bool
 	grant    permit
 	granted  grantState
@@ -218,6 +220,9 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	if hasKey || c.idempotency == Keyed {
 		c.sendKey(key)
 	}
+	if subtrees.Load() {
+		c.serve()
+	}
 	if c.policy.Timeout > 0 {
 		c.due = earlier(c.due, c.started.time(time.Now()).Add(c.policy.Timeout))
 	}
@@ -284,7 +289,7 @@ func (c *call) sendKey(key string) {
 	if key == "" {
 		key = rand.Text()
 	}
-	c.base = metadata.AppendToOutgoingContext(c.ctx, keyHeader, key)
+	c.base = metadata.AppendToOutgoingContext(c.base, keyHeader, key)
 }
 
 // run is the loop: attempt after attempt, until the ladder says that this one's
@@ -386,11 +391,12 @@ func (c *call) end(err error) bool {
 	if err == nil {
 		c.checkOptions()
 		if c.number == 1 {
-			c.budget.Record(OutcomeOK)
+			c.record(OutcomeOK)
 		} else {
-			c.budget.Record(OutcomeExtraOK)
+			c.record(OutcomeExtraOK)
 		}
 		if !c.observed {
+			c.r.metrics.attempt(c.ctx, c.method, codes.OK, ReasonSuccess)
 			return false
 		}
 	}
@@ -400,7 +406,7 @@ func (c *call) end(err error) bool {
 	f := c.facts(err, time.Now())
 	d := decide(&f, c.retryIf, c.backoff)
 	if d.failure {
-		c.budget.Record(OutcomeFailure)
+		c.record(OutcomeFailure)
 	}
 	if d.retry {
 		if grant, ok := c.budget.Reserve(d.cost); ok {
@@ -408,6 +414,7 @@ func (c *call) end(err error) bool {
 			c.advance(&f, d)
 		} else {
 			d = decision{reason: ReasonBudgetExhausted}
+			c.r.metrics.rejected(c.ctx, c.method)
 		}
 	}
 	if c.trace.recording {
@@ -415,6 +422,14 @@ func (c *call) end(err error) bool {
 	}
 	c.tell(d)
 	return d.retry
+}
+
+// record tells the budget of an outcome. What happens below an inbound retry
+// says nothing about how much load the servers can bear.
+func (c *call) record(o Outcome) {
+	if !c.inbound {
+		c.budget.Record(o)
+	}
 }
 
 // stopTimer releases the attempt's context.
@@ -477,7 +492,7 @@ func (c *call) facts(err error, wall time.Time) facts {
 	}
 	deadline := earlier(c.parent, c.due)
 	f.policy, f.idempotency, f.attempts = c.policy, c.idempotency, c.counted
-	f.disabled = c.disabled || c.policy.single()
+	f.disabled, f.inbound = c.disabled || c.policy.single(), c.inbound
 	f.timeUp = passed(c.due, wall)
 	f.hasDeadline, f.remaining = !deadline.IsZero(), left(deadline, wall)
 	start := c.begun.time(wall)
@@ -566,14 +581,16 @@ func (c *call) tell(d decision) {
 	}
 }
 
-// emit leaves the span event of the last attempt, once.
+// emit counts the last attempt and leaves its span event, once.
 func (c *call) emit(last bool) {
 	if !c.pending {
 		return
 	}
 	c.pending = false
+	a := c.last()
+	c.r.metrics.attempt(c.ctx, c.method, a.Code, a.Reason)
 	if c.trace.recording {
-		c.trace.attempt(c, c.last(), last)
+		c.trace.attempt(c, a, last)
 	}
 }
 
@@ -582,6 +599,7 @@ func (c *call) emit(last bool) {
 func (c *call) wait() bool {
 	a := c.last()
 	if sleep(c.ctx, a.Delay) {
+		c.waited += a.Delay
 		c.emit(false)
 		return true
 	}
@@ -610,7 +628,14 @@ func (c *call) finish(err error) error {
 		}
 		if reason.givesUp() || reason == ReasonParentDone && (c.number > 1 || c.cut != nil) {
 			c.r.logGivenUp(c, err)
+			c.r.metrics.gaveUp(c.ctx, c.method, reason)
 		}
+		if reason.givesUp() {
+			c.tellInbound(err)
+		}
+	}
+	if c.number > 1 {
+		c.r.metrics.call(c.ctx, c.method, c.number-1, c.waited)
 	}
 	c.done = true
 	c.handOver(err)

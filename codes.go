@@ -286,7 +286,7 @@ func (s sighting) evidence(st *status.Status, ownTimeout bool) Evidence {
 // pushback reads the trailer grpc-retry-pushback-ms (gRFC A6, "Pushback"): a
 // negative, malformed or repeated value asks for no retry at all.
 func pushback(trailer metadata.MD) hint {
-	values := trailer["grpc-retry-pushback-ms"]
+	values := trailer[pushbackTrailer]
 	if len(values) == 0 {
 		return hint{}
 	}

@@ -8,9 +8,12 @@ import (
 	"testing/synctest"
 	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
+	"pgregory.net/rapid"
 
 	"example.com/grpcretry/internal/testsrv"
 	"example.com/grpcretry/internal/testsrv/testpb"
@@ -212,4 +215,281 @@ func TestAnswerIsNotReplacedByACancel(t *testing.T) {
 			}
 		}
 	}
+}
+
+// No deadline at all is the zero Time, which as a time lies before every other:
+// one comparison too few and a call without a deadline ends at once.
+func TestDeadlineArithmetic(t *testing.T) {
+	none := time.Time{}
+	now := time.Now()
+	soon, late := now.Add(1), now.Add(2)
+	for _, tt := range []struct{ a, b, want time.Time }{
+		{none, none, none}, {soon, none, soon}, {none, soon, soon}, {soon, late, soon}, {late, soon, soon}, {soon, soon, soon},
+	} {
+		if got := earlier(tt.a, tt.b); !got.Equal(tt.want) {
+			t.Errorf("earlier(%v, %v) = %v, want %v", tt.a, tt.b, got, tt.want)
+		}
+	}
+	for _, tt := range []struct {
+		deadline time.Time
+		passed   bool
+		left     time.Duration
+	}{
+		{none, false, -1}, {now, true, 0}, {soon, false, 1}, {now.Add(-1), true, 0}, {now.Add(time.Hour), false, time.Hour},
+	} {
+		if got := passed(tt.deadline, now); got != tt.passed {
+			t.Errorf("passed(%v) = %v", tt.deadline.Sub(now), got)
+		}
+		if got := left(tt.deadline, now); got != tt.left {
+			t.Errorf("left(%v) = %v, want %v", tt.deadline.Sub(now), got, tt.left)
+		}
+	}
+	rapid.Check(t, func(t *rapid.T) {
+		draw := func(name string) time.Time {
+			n := rapid.IntRange(0, 4).Draw(t, name)
+			if n == 0 {
+				return none
+			}
+			return now.Add(time.Duration(n))
+		}
+		a, b := draw("a"), draw("b")
+		got := earlier(a, b)
+		for _, d := range []time.Time{a, b} {
+			if !d.IsZero() && (got.IsZero() || d.Before(got)) {
+				t.Fatalf("earlier(%v, %v) = %v", a, b, got)
+			}
+		}
+		if !got.Equal(earlier(b, a)) || !got.Equal(a) && !got.Equal(b) {
+			t.Fatalf("earlier(%v, %v) = %v", a, b, got)
+		}
+	})
+}
+
+// A moment is a time without the wall clock; both must tell the same story.
+func TestMoment(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m, start := now(), time.Now()
+		time.Sleep(90 * time.Minute)
+		if got := m.time(time.Now()); !got.Equal(start) {
+			t.Errorf("the moment lies at %v, want %v", got, start)
+		}
+		if d := time.Duration(now() - m); d != 90*time.Minute {
+			t.Errorf("%v passed, want 1h30m", d)
+		}
+	})
+}
+
+// A wait must last exactly as long as decided, end when the caller goes, and
+// never let an attempt through for a caller who is gone already.
+func TestSleep(t *testing.T) {
+	for _, tt := range []struct {
+		name    string
+		wait    time.Duration
+		ended   time.Duration // when the context ends; negative: never
+		want    bool
+		elapsed time.Duration
+	}{
+		{"whole", time.Minute, -1, true, time.Minute},
+		{"nothing", 0, -1, true, 0},
+		{"negative", -time.Minute, -1, true, 0},
+		{"cut", time.Minute, time.Second, false, time.Second},
+		{"over before it begins", time.Minute, 0, false, 0},
+		{"nothing, but over", 0, 0, false, 0},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				ctx, cancel := context.WithCancel(t.Context())
+				defer cancel()
+				switch {
+				case tt.ended == 0:
+					cancel()
+				case tt.ended > 0:
+					time.AfterFunc(tt.ended, cancel)
+				}
+				start := time.Now()
+				if got := sleep(ctx, tt.wait); got != tt.want || time.Since(start) != tt.elapsed {
+					t.Errorf("%v after %v, want %v after %v", got, time.Since(start), tt.want, tt.elapsed)
+				}
+			})
+		})
+	}
+	// Where both are over at the end of the wait, the select throws a coin, and
+	// the context must win.
+	synctest.Test(t, func(t *testing.T) {
+		for range 50 {
+			ctx := overAt{t.Context(), time.Now().Add(time.Second)}
+			if sleep(ctx, time.Second) {
+				t.Fatal("the wait went on to an attempt for a caller who had left")
+			}
+		}
+	})
+}
+
+// overAt is a context that has ended once it is asked at or after a time.
+type overAt struct {
+	context.Context
+	at time.Time
+}
+
+func (c overAt) Err() error {
+	if passed(c.at, time.Now()) {
+		return context.Canceled
+	}
+	return nil
+}
+
+// Each limit that a call can have, alone and together: the sooner one rules, the
+// attempts shrink to what is left, and the reason names who ended the call.
+func TestDeadlinesOfACall(t *testing.T) {
+	const ms = time.Millisecond
+	block := testsrv.Sequence{{Block: true}}
+	noWait := Backoff{Base: 1, Max: 1, Jitter: NoJitter, Multiplier: 1}
+	for _, tt := range []struct {
+		name     string
+		policy   Policy
+		parent   time.Duration
+		script   testsrv.Reaction
+		elapsed  time.Duration
+		left     []time.Duration // the deadline that each attempt brought to the server
+		reason   Reason
+		code     codes.Code
+		sentinel error
+		wrapped  bool
+	}{
+		{name: "none", script: testsrv.Fail(1, codes.Unavailable).ThenOK(), policy: Policy{Backoff: noWait},
+			elapsed: 1, left: []time.Duration{-1, -1}, reason: ReasonSuccess},
+		{name: "parent alone", parent: 50 * ms, script: block,
+			elapsed: 50 * ms, left: []time.Duration{50 * ms}, reason: ReasonParentDone, code: codes.DeadlineExceeded},
+		{name: "attempts", policy: Policy{AttemptTimeout: 100 * ms, Backoff: noWait}, script: block,
+			elapsed: 300*ms + 2, left: []time.Duration{100 * ms, 100 * ms, 100 * ms}, reason: ReasonAttemptsExhausted, code: codes.DeadlineExceeded, sentinel: ErrAttemptsExhausted, wrapped: true},
+		{name: "attempts that shrink to the parent", policy: Policy{AttemptTimeout: 100 * ms, MaxAttempts: 5, Backoff: Backoff{Base: 5 * ms, Max: 5 * ms, Jitter: NoJitter}}, parent: 250 * ms, script: block,
+			elapsed: 250 * ms, left: []time.Duration{100 * ms, 100 * ms, 40 * ms}, reason: ReasonParentDone, code: codes.DeadlineExceeded, wrapped: true},
+		{name: "attempts that shrink to the call", policy: Policy{AttemptTimeout: 100 * ms, Timeout: 250 * ms, MaxAttempts: 5, Backoff: Backoff{Base: 5 * ms, Max: 5 * ms, Jitter: NoJitter}}, script: block,
+			elapsed: 250 * ms, left: []time.Duration{100 * ms, 100 * ms, 40 * ms}, reason: ReasonDeadline, code: codes.DeadlineExceeded, sentinel: ErrDeadlineTooClose, wrapped: true},
+		{name: "call alone", policy: Policy{Timeout: 50 * ms}, script: block,
+			elapsed: 50 * ms, left: []time.Duration{50 * ms}, reason: ReasonDeadline, code: codes.DeadlineExceeded, sentinel: ErrDeadlineTooClose, wrapped: true},
+		{name: "call that is never retried", policy: Policy{Timeout: 50 * ms, MaxAttempts: 1}, script: block,
+			elapsed: 50 * ms, left: []time.Duration{50 * ms}, reason: ReasonDisabled, code: codes.DeadlineExceeded},
+		{name: "attempt as long as the call", policy: Policy{Timeout: 50 * ms, AttemptTimeout: 50 * ms}, script: block,
+			elapsed: 50 * ms, left: []time.Duration{50 * ms}, reason: ReasonDeadline, code: codes.DeadlineExceeded, sentinel: ErrDeadlineTooClose, wrapped: true},
+		{name: "call longer than the parent", policy: Policy{Timeout: time.Hour}, parent: 50 * ms, script: block,
+			elapsed: 50 * ms, left: []time.Duration{50 * ms}, reason: ReasonParentDone, code: codes.DeadlineExceeded},
+		{name: "a timeout too long for the clock", policy: Policy{Timeout: 1<<63 - 1, AttemptTimeout: 1<<63 - 1}, script: testsrv.Sequence{{}}, reason: ReasonSuccess, left: []time.Duration{-2}},
+		{name: "call as long as the parent", policy: Policy{Timeout: 50 * ms}, parent: 50 * ms, script: block,
+			elapsed: 50 * ms, left: []time.Duration{50 * ms}, reason: ReasonParentDone, code: codes.DeadlineExceeded},
+		{name: "the handler's own DEADLINE_EXCEEDED", policy: Policy{AttemptTimeout: time.Second, Timeout: time.Minute}, parent: time.Hour, script: testsrv.Sequence{{Code: codes.DeadlineExceeded}},
+			left: []time.Duration{time.Second}, reason: ReasonNotRetryable, code: codes.DeadlineExceeded},
+		{name: "the wait does not fit", policy: Policy{Timeout: 100 * ms, Backoff: Backoff{Base: 100 * ms, Jitter: NoJitter}}, script: testsrv.Fail(1, codes.Unavailable),
+			left: []time.Duration{100 * ms}, reason: ReasonDeadline, code: codes.Unavailable, sentinel: ErrDeadlineTooClose, wrapped: true},
+		{name: "the wait fits by a millisecond", policy: Policy{Timeout: 101 * ms, Backoff: Backoff{Base: 100 * ms, Jitter: NoJitter}}, script: testsrv.Fail(1, codes.Unavailable).ThenOK(),
+			elapsed: 100 * ms, left: []time.Duration{101 * ms, ms}, reason: ReasonSuccess},
+		{name: "a pushback that does not fit", parent: time.Second, script: testsrv.Sequence{{Code: codes.Unavailable, Trailer: metadata.Pairs("grpc-retry-pushback-ms", "1000")}},
+			left: []time.Duration{time.Second}, reason: ReasonDeadline, code: codes.Unavailable, sentinel: ErrDeadlineTooClose, wrapped: true},
+		{name: "an answer at the last moment", policy: Policy{Timeout: 100 * ms}, script: testsrv.Sequence{{Delay: 99 * ms}},
+			elapsed: 99 * ms, left: []time.Duration{100 * ms}, reason: ReasonSuccess},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				r := newRetrier(t, WithDefaultPolicy(tt.policy))
+				srv, client := serve(t, r, testsrv.Script{"*": tt.script})
+				// The connection is there already, so that the times below are the calls'.
+				warm(t, srv, client)
+				ctx := t.Context()
+				if tt.parent > 0 {
+					var cancel context.CancelFunc
+					ctx, cancel = context.WithTimeout(ctx, tt.parent)
+					defer cancel()
+				}
+				start := time.Now()
+				var report Report
+				_, err := client.Get(ctx, &testpb.Request{}, WithReport(&report))
+				if d := time.Since(start); d != tt.elapsed {
+					t.Errorf("took %v, want %v", d, tt.elapsed)
+				}
+				if report.Reason != tt.reason || status.Code(err) != tt.code {
+					t.Errorf("%v, %v; want %v, %v", report.Reason, err, tt.reason, tt.code)
+				}
+				var e *Error
+				if errors.As(err, &e) != tt.wrapped || tt.sentinel != nil && !errors.Is(err, tt.sentinel) {
+					t.Errorf("%T %v; wrapped: %v, want %v as %v", err, err, e != nil, tt.wrapped, tt.sentinel)
+				}
+				synctest.Wait()
+				if err := srv.WaitIdle(ctx); err != nil && srv.Running() > 0 {
+					t.Errorf("%d handlers run on", srv.Running())
+				}
+				attempts := srv.Attempts(get)
+				if len(attempts) != len(tt.left) {
+					t.Fatalf("%d attempts arrived, want %d", len(attempts), len(tt.left))
+				}
+				for i, a := range attempts {
+					switch {
+					case tt.left[i] == -1 && a.HasDeadline, tt.left[i] != -1 && !a.HasDeadline:
+						t.Errorf("attempt %d has a deadline: %v", i+1, a.HasDeadline)
+					case tt.left[i] > 0 && a.Left != tt.left[i]:
+						t.Errorf("attempt %d had %v left, want %v", i+1, a.Left, tt.left[i])
+					}
+				}
+			})
+		})
+	}
+}
+
+// warm makes the client connect, by a call that no test here counts.
+func warm(t testing.TB, srv *testsrv.Server, client testpb.TestServiceClient) {
+	t.Helper()
+	if err := srv.Set(put, testsrv.Sequence{{}}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := client.Put(t.Context(), &testpb.Request{}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Remaining tells hooks and reports what was left: 0 once it has passed, and -1
+// where nothing limits the call, which must not be taken for "no time left".
+func TestRemaining(t *testing.T) {
+	for name, tt := range map[string]struct {
+		policy Policy
+		parent time.Duration
+		want   []time.Duration
+	}{
+		"none":   {Policy{MaxAttempts: 2}, 0, []time.Duration{-1, -1}},
+		"parent": {Policy{MaxAttempts: 2}, time.Minute, []time.Duration{time.Minute, time.Minute - 50*time.Millisecond}},
+		"call":   {Policy{MaxAttempts: 2, Timeout: time.Second}, time.Minute, []time.Duration{time.Second, 950 * time.Millisecond}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				tt.policy.Backoff.Jitter = NoJitter
+				r := newRetrier(t, WithDefaultPolicy(tt.policy))
+				_, client := serve(t, r, testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable)})
+				ctx := t.Context()
+				if tt.parent > 0 {
+					var cancel context.CancelFunc
+					ctx, cancel = context.WithTimeout(ctx, tt.parent)
+					defer cancel()
+				}
+				var report Report
+				if _, err := client.Get(ctx, &testpb.Request{}, WithReport(&report)); err == nil {
+					t.Fatal("no error")
+				}
+				for i, a := range report.Attempts {
+					if a.Remaining != tt.want[i] {
+						t.Errorf("attempt %d: %v left, want %v", i+1, a.Remaining, tt.want[i])
+					}
+				}
+			})
+		})
+	}
+	// A deadline that passes while nothing answers leaves 0, not less.
+	synctest.Test(t, func(t *testing.T) {
+		r := newRetrier(t)
+		_, client := serve(t, r, testsrv.Script{"*": testsrv.Sequence{{Block: true}}})
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		var report Report
+		_, err := client.Get(ctx, &testpb.Request{}, WithReport(&report), grpc.WaitForReady(true))
+		if status.Code(err) != codes.DeadlineExceeded || report.Attempts[0].Remaining != 0 {
+			t.Errorf("%v with %v left, want 0", err, report.Attempts[0].Remaining)
+		}
+	})
 }

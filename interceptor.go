@@ -24,6 +24,7 @@ type Retrier struct {
 	logger            *slog.Logger // nil: slog.Default()
 	hooks             []Hooks
 	eventsOnlyOnRetry bool
+	metrics           *metrics
 }
 
 // New returns a Retrier. With no options it follows the retry policies of each
@@ -42,6 +43,13 @@ func New(opts ...Option) (*Retrier, error) {
 	r.targets.init(c.newBudget, r.logXDS)
 	r.targets.throttle(set.throttle())
 	r.calls.New = func() any { return &call{r: r} }
+	if c.newMetrics == nil {
+		c.newMetrics = newGlobalMetrics
+	}
+	var err error
+	if r.metrics, err = c.newMetrics(r); err != nil {
+		return nil, err
+	}
 	r.logMissing(set)
 	return r, nil
 }

@@ -85,7 +85,9 @@ type method struct {
 	askFirst                       bool // before the first attempt
 	resolved                       atomic.Pointer[resolverPolicy]
 
-	log *methodLog
+	log     *methodLog
+	metrics atomic.Pointer[methodMetrics]
+	kept    bool // in the cache, and so with series of its own
 }
 
 // policySet is what New or Update installed: immutable but for its cache.
@@ -252,7 +254,7 @@ func (s *policySet) lookup(fullMethod string) *method {
 		m.log = &s.logs.others
 		return m
 	}
-	m.log = s.logs.of(m.name)
+	m.log, m.kept = s.logs.of(m.name), true
 	cache := make(map[string]*method, len(old)+1)
 	for name, m := range old {
 		cache[name] = m

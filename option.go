@@ -31,6 +31,7 @@ type config struct {
 	logger            *slog.Logger
 	hooks             []Hooks
 	eventsOnlyOnRetry bool
+	newMetrics        func(*Retrier) (*metrics, error) // nil: with the global MeterProvider
 
 	faults faults
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"net"
 	"strconv"
+	"time"
 
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/trace"
@@ -87,6 +88,20 @@ func (t *callTrace) attempt(c *call, a *Attempt, last bool) {
 	}
 	attrs = appendPeer(attrs, a.Peer)
 	t.span.AddEvent(eventAttempt, trace.WithTimestamp(a.Start.Add(a.Duration)), trace.WithAttributes(attrs...))
+}
+
+// traceInbound puts what a server can tell of an attempt on the span of the
+// request, if that records.
+func traceInbound(ctx context.Context, previous int) {
+	span := trace.SpanFromContext(ctx)
+	if !span.IsRecording() {
+		return
+	}
+	attrs := append(make([]attribute.KeyValue, 0, 2), keyNumber.Int(previous+1))
+	if deadline, ok := ctx.Deadline(); ok {
+		attrs = append(attrs, keyRemaining.Float64(left(deadline, time.Now()).Seconds()))
+	}
+	span.SetAttributes(attrs...)
 }
 
 // appendPeer splits an address the way OpenTelemetry wants it; one without a
