@@ -38,6 +38,7 @@ type call struct {
 	// What follows serves one call after the other.
 	r      *Retrier
 	set    *policySet // in which method was found
+	asked  string     // the name by which it was found
 	method *method
 	own    *destinations // of the latest attempt, if nobody can be writing to it any more
 	inline [2]Attempt
@@ -54,7 +55,10 @@ type callState struct {
 	source      Source
 	idempotency Idempotency
 	idemSource  Source
-	work        bool // Do's, not an RPC
+	work        bool  // Do's, not an RPC
+	inside      *nest // of work: what its attempt's calls are noted in, if anybody wants to know
+	outside     *nest // the attempt of some work in which this call was made, once sought
+	sought      bool
 	disabled    bool
 	inbound     bool // below an inbound retry
 	consulted   bool // the ClientConn's service config was asked
@@ -191,11 +195,16 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 			key, hasKey = o.key, true
 		}
 	}
-	if set := r.set.Load(); c.set != set || c.method.name != fullMethod {
-		c.set, c.method = set, set.lookup(fullMethod)
+	if set := r.set.Load(); c.set != set || c.asked != fullMethod {
+		m := set.lookup(fullMethod)
+		c.set, c.asked, c.method = set, m.asked, m
 		r.logUnusable(c.method)
-	} else if c.method.declared.stale() {
+	} else if !work && c.method.declared.stale() {
 		c.method = set.lookup(fullMethod)
+	}
+	if work && c.method.misnamed {
+		c.recycle()
+		return nil, checkWork(ctx, fullMethod, false, nil)
 	}
 	c.policy, c.source = c.method.policy, c.method.source
 	c.idempotency, c.idemSource = c.method.idempotency, c.method.idemSource
@@ -272,7 +281,7 @@ func (c *call) edit() error {
 	if err := f.err(); err != nil {
 		return status.Error(codes.Internal, err.Error())
 	}
-	if p.Idempotency != c.idempotency {
+	if p.Idempotency != Inherit && p.Idempotency != c.idempotency {
 		c.idempotency, c.idemSource = p.Idempotency, SourceCall
 	}
 	p = p.withDefaults()
@@ -326,10 +335,14 @@ func (c *call) start() (context.Context, []grpc.CallOption) {
 	if c.policy.AttemptTimeout > 0 || !c.due.IsZero() {
 		ctx = c.limit(ctx)
 	}
-	if c.work {
-		return ctx, nil
+	if !c.work {
+		return ctx, c.options()
 	}
-	return ctx, c.options()
+	if c.observed {
+		c.inside = &nest{name: c.method.rpc, attempt: c.number}
+		ctx = context.WithValue(ctx, nestKey{}, c.inside)
+	}
+	return ctx, nil
 }
 
 // limit puts the sooner of the attempt's and the call's own timeout on the
@@ -395,7 +408,7 @@ func (c *call) end(err error) bool {
 		} else {
 			c.record(OutcomeExtraOK)
 		}
-		if !c.observed {
+		if !c.observed && (c.number == 1 || c.within() == nil) {
 			c.r.metrics.attempt(c.ctx, c.method, codes.OK, ReasonSuccess)
 			return false
 		}
@@ -500,11 +513,14 @@ func (c *call) facts(err error, wall time.Time) facts {
 	*a = Attempt{
 		Method: c.method.name, Target: c.target.name, Number: c.number,
 		Start: start, Duration: wall.Sub(start),
-		Err: err, Code: f.code, Evidence: f.evidence, Peer: d.seenPeer().Addr,
+		Err: f.err, Code: f.code, Evidence: f.evidence, Peer: d.seenPeer().Addr,
 		Remaining: f.remaining,
 	}
 	if err != nil {
 		a.Trailer = d.trailer
+	}
+	if c.inside != nil {
+		a.Inner = c.inside.end()
 	}
 	return f
 }
@@ -621,10 +637,16 @@ func (c *call) release() {
 // tells it to the caller's destinations and to everybody else who asked.
 func (c *call) finish(err error) error {
 	if err != nil {
-		err = unmarked(err)
+		if c.work {
+			err = unmarked(err)
+		}
 		reason := c.last().Reason
 		if c.number > 1 || c.cut != nil || reason.givesUp() {
-			err = newError(c.result(), err, c.cut)
+			e := newError(c.result(), err, c.cut)
+			if c.cut != nil {
+				e.cause = context.Cause(c.ctx)
+			}
+			err = e
 		}
 		if reason.givesUp() || reason == ReasonParentDone && (c.number > 1 || c.cut != nil) {
 			c.r.logGivenUp(c, err)
@@ -636,6 +658,9 @@ func (c *call) finish(err error) error {
 	}
 	if c.number > 1 {
 		c.r.metrics.call(c.ctx, c.method, c.number-1, c.waited)
+	}
+	if (err != nil || c.number > 1) && c.within() != nil {
+		c.outside.note(c.result())
 	}
 	c.done = true
 	c.handOver(err)

@@ -143,7 +143,8 @@ const (
 	// ReasonPushbackStop: the server asked not to be retried, or to be left
 	// alone for longer than Backoff.MaxHint.
 	ReasonPushbackStop
-	// ReasonPermanent: the error is marked as permanent.
+	// ReasonPermanent: the error of some work is marked as permanent, or comes
+	// of a call inside that was given up; see Retrier.Do.
 	ReasonPermanent
 	// ReasonRetryIfStop: the policy's RetryIf said stop.
 	ReasonRetryIfStop
@@ -199,7 +200,8 @@ const (
 	DelayBackoff DelaySource = iota
 	// DelayPushback: the server's grpc-retry-pushback-ms trailer.
 	DelayPushback
-	// DelayRetryInfo: a google.rpc.RetryInfo in the status, plus the jittered backoff.
+	// DelayRetryInfo: a google.rpc.RetryInfo in the status, or a [RetryAfter],
+	// plus the jittered backoff.
 	DelayRetryInfo
 )
 

@@ -50,6 +50,12 @@ type Attempt struct {
 	Delay time.Duration
 	// DelaySource says who set Delay.
 	DelaySource DelaySource
+	// Inner are, of work that [Retrier.Do] runs, the calls made through a
+	// Retrier with the attempt's context that failed or needed more than one
+	// attempt: in the order of their ends, those that ended before the attempt
+	// did, and of these the first 32. They are kept only where somebody wants to
+	// know of the work's attempts: [WithReport], hooks, or a span that records.
+	Inner []Report
 	// Remaining is what was left of the call's deadline when the attempt
 	// ended: 0 when it had passed, -1 when there is none.
 	Remaining time.Duration
@@ -82,9 +88,10 @@ func (r *Report) Made() int { return len(r.Attempts) + r.Dropped }
 // own error instead.
 type Error struct {
 	Report
-	last error          // of the last attempt
-	st   *status.Status // what the caller is told
-	cut  error          // the context's error, where it ended a wait
+	last  error          // of the last attempt
+	st    *status.Status // what the caller is told
+	cut   error          // the context's error, where it ended a wait
+	cause error          // and its context.Cause
 }
 
 func newError(r Report, last, cut error) *Error {
@@ -95,6 +102,10 @@ func newError(r Report, last, cut error) *Error {
 	}
 	return e
 }
+
+// gaveUp reports whether the call would have been retried, had it been allowed
+// to. Where its context ended the call, a failure had come before.
+func (e *Error) gaveUp() bool { return e.Reason.givesUp() || e.Reason == ReasonParentDone }
 
 // Error starts with the text of the error that the caller would have seen
 // without retries, and ends with how the call was given up.
@@ -115,8 +126,9 @@ func (e *Error) Unwrap() error { return e.last }
 // GRPCStatus is what status.FromError and status.Code see; it is never nil and never OK.
 func (e *Error) GRPCStatus() *status.Status { return e.st }
 
-// Is makes errors.Is find the sentinel that belongs to the Reason, and
-// context.Canceled or context.DeadlineExceeded where the caller's context ended a wait.
+// Is makes errors.Is find the sentinel that belongs to the Reason. Where the
+// caller's context ended a wait it also finds context.Canceled or
+// context.DeadlineExceeded, and the context's [context.Cause].
 func (e *Error) Is(target error) bool {
 	switch target {
 	case ErrAttemptsExhausted:
@@ -130,7 +142,7 @@ func (e *Error) Is(target error) bool {
 	case context.Canceled, context.DeadlineExceeded:
 		return e.cut != nil && errors.Is(e.cut, target)
 	}
-	return false
+	return e.cause != nil && errors.Is(e.cause, target)
 }
 
 // Sentinels for errors.Is: why a call was given up.

@@ -64,7 +64,9 @@ func (s Source) String() string {
 type method struct {
 	name          string // "/pkg.Service/Method"
 	rpc           string // "pkg.Service/Method", as OpenTelemetry wants it
+	asked         string // as the caller spelled it: that of an RPC begins with a slash, that of work does not
 	work          string // the target of work of that name, see Do
+	misnamed      bool   // it is the name of neither
 	policy        *Policy
 	source        Source
 	timeoutSource Source // of the policy's Timeout
@@ -259,7 +261,7 @@ func (s *policySet) lookup(fullMethod string) *method {
 	for name, m := range old {
 		cache[name] = m
 	}
-	cache[strings.Clone(fullMethod)] = m
+	cache[m.asked] = m
 	s.cache.Store(&cache)
 	return m
 }
@@ -269,15 +271,18 @@ func (s *policySet) lookup(fullMethod string) *method {
 // that of the .proto, the first one counts as a whole. Idempotency is looked for
 // separately, from the first that says anything.
 func (s *policySet) resolve(fullMethod string) *method {
-	name := strings.Clone(fullMethod)
-	switch {
-	case !strings.Contains(name, "/"): // only work has such names
-		name = "/do/" + name
-	case !strings.HasPrefix(name, "/"):
-		name = "/" + name
+	asked := strings.Clone(fullMethod)
+	m := &method{name: asked, asked: asked, follow: s.followResolver}
+	if !strings.HasPrefix(asked, "/") {
+		m.name = "/" + asked
+		if !strings.Contains(asked, "/") {
+			m.name = "/do/" + asked
+		}
+		m.work, m.misnamed = "do:"+m.name[1:], misnamed(asked)
 	}
+	name := m.name
+	m.rpc = name[1:]
 	service := name[:strings.LastIndex(name, "/")+1]
-	m := &method{name: name, rpc: name[1:], work: "do:" + name[1:], follow: s.followResolver}
 	m.dryRun = s.dryRun[name] || s.dryRun[service] || s.dryRunAll
 	m.child = s.children[name]
 	if m.child == nil {

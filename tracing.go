@@ -23,18 +23,20 @@ const (
 	keyPeerAddress = attribute.Key("network.peer.address")
 	keyPeerPort    = attribute.Key("network.peer.port")
 
-	keyNumber       = attribute.Key("grpcretry.attempt.number")
-	keyDecision     = attribute.Key("grpcretry.attempt.decision")
-	keyDuration     = attribute.Key("grpcretry.attempt.duration")
-	keySent         = attribute.Key("grpcretry.attempt.sent")
-	keyMax          = attribute.Key("grpcretry.attempt.max")
-	keyDropped      = attribute.Key("grpcretry.attempt.dropped")
-	keyDelay        = attribute.Key("grpcretry.retry.delay")
-	keyDelaySource  = attribute.Key("grpcretry.retry.delay_source")
-	keyBalance      = attribute.Key("grpcretry.budget.balance")
-	keyRemaining    = attribute.Key("grpcretry.deadline.remaining")
-	keyIdempotency  = attribute.Key("grpcretry.idempotency")
-	keyPolicySource = attribute.Key("grpcretry.policy.source")
+	keyNumber        = attribute.Key("grpcretry.attempt.number")
+	keyDecision      = attribute.Key("grpcretry.attempt.decision")
+	keyDuration      = attribute.Key("grpcretry.attempt.duration")
+	keySent          = attribute.Key("grpcretry.attempt.sent")
+	keyMax           = attribute.Key("grpcretry.attempt.max")
+	keyDropped       = attribute.Key("grpcretry.attempt.dropped")
+	keyDelay         = attribute.Key("grpcretry.retry.delay")
+	keyDelaySource   = attribute.Key("grpcretry.retry.delay_source")
+	keyBalance       = attribute.Key("grpcretry.budget.balance")
+	keyRemaining     = attribute.Key("grpcretry.deadline.remaining")
+	keyIdempotency   = attribute.Key("grpcretry.idempotency")
+	keyPolicySource  = attribute.Key("grpcretry.policy.source")
+	keyWithin        = attribute.Key("grpcretry.within.name")
+	keyWithinAttempt = attribute.Key("grpcretry.within.attempt")
 )
 
 // callTrace is the span on which a call leaves its events: the one in the
@@ -57,7 +59,7 @@ func (t *callTrace) attempt(c *call, a *Attempt, last bool) {
 	if !last && a.Number >= maxAttemptsKept || c.r.eventsOnlyOnRetry && last && a.Number == 1 {
 		return
 	}
-	attrs := make([]attribute.KeyValue, 0, 18)
+	attrs := make([]attribute.KeyValue, 0, 20)
 	attrs = append(attrs,
 		keyMethod.String(c.method.rpc),
 		keyNumber.Int(a.Number),
@@ -85,6 +87,9 @@ func (t *callTrace) attempt(c *call, a *Attempt, last bool) {
 		if c.dropped > 0 {
 			attrs = append(attrs, keyDropped.Int(c.dropped))
 		}
+	}
+	if n := c.within(); n != nil {
+		attrs = append(attrs, keyWithin.String(n.name), keyWithinAttempt.Int(n.attempt))
 	}
 	attrs = appendPeer(attrs, a.Peer)
 	t.span.AddEvent(eventAttempt, trace.WithTimestamp(a.Start.Add(a.Duration)), trace.WithAttributes(attrs...))
