@@ -278,7 +278,10 @@ func (Jitter) EnumDescriptor() ([]byte, []int) {
 	return file_grpcretry_v1_retry_proto_rawDescGZIP(), []int{2}
 }
 
-// Policy says how often, when and on what grounds a call is attempted again.
+// Policy says how often, when and on what grounds a call is attempted again. A
+// client does not follow a policy with a value out of range, but for its
+// idempotency, and says so in its log. Fields that came after the client was
+// built are unknown to it and have no effect there.
 type Policy struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Attempts of one call, the first included. At least 0. 0: the client's
@@ -436,7 +439,7 @@ type Backoff struct {
 	// The longest wait, without jitter. At least 0, and at least base. Absent or
 	// 0: the default, 2 s.
 	Max *durationpb.Duration `protobuf:"bytes,2,opt,name=max,proto3" json:"max,omitempty"`
-	// Growth from one wait to the next. At least 1, where 1 is a constant wait.
+	// Growth from one wait to the next. Above 0; 1 is a constant wait.
 	// 0: the default, 2.
 	Multiplier float64 `protobuf:"fixed64,3,opt,name=multiplier,proto3" json:"multiplier,omitempty"`
 	// How the wait is spread, so that clients that failed together do not come
