@@ -189,14 +189,10 @@ func declaredPolicy(method string, encoded []byte) (*Policy, Idempotency, error)
 	}
 	p := policyFromProto(&option, &f)
 	p.validate(&f)
-	idempotency := p.Idempotency
-	if idempotency > Keyed {
-		idempotency = NotIdempotent
-	}
 	if err := f.err(); err != nil {
-		return nil, idempotency, errors.New(inProtoTerms(err.Error()))
+		return nil, p.Idempotency, errors.New(inProtoTerms(err.Error()))
 	}
-	return &p, idempotency, nil
+	return &p, p.Idempotency, nil
 }
 
 // policyFromProto translates an option. Whatever a Policy cannot express is a
@@ -209,7 +205,7 @@ func policyFromProto(o *grpcretryv1.Policy, f *faults) Policy {
 		FirstResponseTimeout: fromProtoDuration("first_response_timeout", o.GetFirstResponseTimeout(), f),
 		IdleTimeout:          fromProtoDuration("idle_timeout", o.GetIdleTimeout(), f),
 		Codes:                fromProtoCodes("codes", o.GetCodes(), f),
-		Idempotency:          Idempotency(min(max(o.GetIdempotency(), -1), math.MaxUint8)), // below 0: out of range as well
+		Idempotency:          fromProtoIdempotency(o.GetIdempotency(), f),
 		RetryQuota:           o.GetRetryQuota(),
 		ReplayBytes:          int(max(min(o.GetReplayBytes(), math.MaxInt), -1)),
 	}
@@ -236,6 +232,15 @@ func policyFromProto(o *grpcretryv1.Policy, f *faults) Policy {
 		}
 	}
 	return p
+}
+
+// fromProtoIdempotency relies on both having the same numbers.
+func fromProtoIdempotency(i grpcretryv1.Idempotency, f *faults) Idempotency {
+	if i < 0 || i > grpcretryv1.Idempotency(Keyed) {
+		f.add("idempotency = %d, want one of the values of grpcretry.v1.Idempotency", i)
+		return NotIdempotent
+	}
+	return Idempotency(i)
 }
 
 func fromProtoDuration(field string, d *durationpb.Duration, f *faults) time.Duration {
@@ -289,7 +294,7 @@ func fromProtoJitter(b *grpcretryv1.Backoff, f *faults) Jitter {
 	return FullJitter
 }
 
-var goField = regexp.MustCompile(`\b(Policy\.[A-Za-z.]*[A-Za-z]|AtOnce|Quantile|Max|NotIdempotent|Delay)\b`)
+var goField = regexp.MustCompile(`\b(Policy\.[A-Za-z.]*[A-Za-z]|AtOnce|Quantile|Max|Delay)\b`)
 
 // inProtoTerms turns the names of Go fields in the text of a fault into those
 // of the option: Policy.Backoff.MaxHint is backoff.max_hint there.
