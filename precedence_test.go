@@ -29,8 +29,8 @@ func callAny(ctx context.Context, cc *grpc.ClientConn, method string, opts ...gr
 	return cc.Invoke(ctx, method, &testpb.Request{}, &testpb.Response{}, opts...)
 }
 
-// retryConfig is a service config with a policy for a name, which is JSON.
-func retryConfig(name string, attempts int, more ...string) string {
+// configFor is a service config with a policy for a name, which is JSON.
+func configFor(name string, attempts int, more ...string) string {
 	return fmt.Sprintf(`{"methodConfig": [{"name": [%s], "retryPolicy": {"maxAttempts": %d, "initialBackoff": "0.1s", "maxBackoff": "1s",
 		"backoffMultiplier": 2, "retryableStatusCodes": ["UNAVAILABLE", "ABORTED"]}}%s]}`, name, attempts, strings.Join(more, ""))
 }
@@ -78,10 +78,10 @@ func TestPolicyPrecedence(t *testing.T) {
 			opts = append(opts, WithDefaultPolicy(policy(3)))
 		}
 		if given(4) {
-			opts = append(opts, WithServiceConfig(retryConfig(fmt.Sprintf(`{"service": %q}`, service), levels[4].attempts)))
+			opts = append(opts, WithServiceConfig(configFor(fmt.Sprintf(`{"service": %q}`, service), levels[4].attempts)))
 		}
 		if given(5) {
-			dials = append(dials, grpc.WithDefaultServiceConfig(retryConfig(fmt.Sprintf(`{"service": %q}`, service), levels[5].attempts)))
+			dials = append(dials, grpc.WithDefaultServiceConfig(configFor(fmt.Sprintf(`{"service": %q}`, service), levels[5].attempts)))
 		}
 		synctest.Test(t, func(t *testing.T) {
 			srv := testsrv.New(testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable)})
@@ -125,10 +125,10 @@ func TestIdempotencyPrecedence(t *testing.T) {
 				WithDefaultPolicy(Policy{Idempotency: fallback}), WithBudget(Unlimited()))
 			name := map[int]string{1: fmt.Sprintf(`{"service": %q}`, service), 2: "{}"}
 			if config > 0 {
-				opts = append(opts, WithServiceConfig(retryConfig(name[config], 3)))
+				opts = append(opts, WithServiceConfig(configFor(name[config], 3)))
 			}
 			if resolver > 0 {
-				dials = append(dials, grpc.WithDefaultServiceConfig(retryConfig(name[resolver], 3)))
+				dials = append(dials, grpc.WithDefaultServiceConfig(configFor(name[resolver], 3)))
 			}
 			synctest.Test(t, func(t *testing.T) {
 				srv := testsrv.New(testsrv.Script{"*": testsrv.Fail(1, codes.Unavailable)})
@@ -160,7 +160,7 @@ func TestServiceConfigKeepsTheKey(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			var opts []Option
 			var dials []grpc.DialOption
-			if doc := retryConfig(declaredService, 3); inCode {
+			if doc := configFor(declaredService, 3); inCode {
 				opts = append(opts, WithServiceConfig(doc))
 			} else {
 				dials = append(dials, grpc.WithDefaultServiceConfig(doc))
@@ -187,7 +187,7 @@ func TestServiceConfigKeepsTheKey(t *testing.T) {
 // gRPC does, also where the .proto would allow retries.
 func TestEntryWithoutPolicyIsNotRetried(t *testing.T) {
 	out := fmt.Sprintf(`, {"name": [{"service": "testsrv.v1.TestService", "method": "Get"}], "timeout": "20s"}`)
-	doc := retryConfig("{}", 3, out)
+	doc := configFor("{}", 3, out)
 	for name, options := range map[string]struct {
 		opts  []Option
 		dials []grpc.DialOption
@@ -252,7 +252,7 @@ func TestResolverReplacesDeclaredTimeouts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		srv := testsrv.New(testsrv.Script{"*": testsrv.Sequence{{}, {Delay: 3 * time.Second}}})
 		defer srv.Close()
-		cc, err := srv.Dial(append(newRetrier(t).DialOptions(), grpc.WithDefaultServiceConfig(retryConfig(declaredService, 3)))...)
+		cc, err := srv.Dial(append(newRetrier(t).DialOptions(), grpc.WithDefaultServiceConfig(configFor(declaredService, 3)))...)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -331,7 +331,7 @@ func TestServiceConfigAddsToCalls(t *testing.T) {
 
 // perAttemptRecvTimeout is why a user of gRPC for Java has the config.
 func TestServiceConfigAttemptTimeout(t *testing.T) {
-	doc := strings.Replace(retryConfig("{}", 2), `"maxAttempts"`, `"perAttemptRecvTimeout": "0.3s", "maxAttempts"`, 1)
+	doc := strings.Replace(configFor("{}", 2), `"maxAttempts"`, `"perAttemptRecvTimeout": "0.3s", "maxAttempts"`, 1)
 	synctest.Test(t, func(t *testing.T) {
 		srv, client := serve(t, newRetrier(t, WithServiceConfig(doc)), testsrv.Script{get: testsrv.Sequence{{Block: true}, {}}})
 		if _, err := client.Get(t.Context(), &testpb.Request{}); err != nil {
@@ -364,7 +364,7 @@ func TestHedgingPolicyMakesOneAttempt(t *testing.T) {
 
 // Somebody who asks why a call was or was not retried must find every part of
 // the answer with its source.
-func TestExplain(t *testing.T) {
+func TestExplainOfServiceConfigs(t *testing.T) {
 	doc := `{
   "methodConfig": [
     {
@@ -447,7 +447,7 @@ func TestExplain(t *testing.T) {
 func TestExplainTellsTheResolversPolicy(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRetrier(t)
-		_, client := serve(t, r, testsrv.Script{get: testsrv.Fail(1, codes.Unavailable)}, grpc.WithDefaultServiceConfig(retryConfig("{}", 2)))
+		_, client := serve(t, r, testsrv.Script{get: testsrv.Fail(1, codes.Unavailable)}, grpc.WithDefaultServiceConfig(configFor("{}", 2)))
 		_, _ = client.Get(t.Context(), &testpb.Request{})
 		e := r.Explain(get)
 		want := "  resolver       last seen: at most 2 attempts; ABORTED, UNAVAILABLE; 100ms times 2 up to 1s, ProportionalJitter(0.2); overload 1ns; hints up to 1m0s\n"
@@ -461,7 +461,7 @@ func TestExplainTellsTheResolversPolicy(t *testing.T) {
 // not have; the log must say so, lest a misspelt name do nothing in silence.
 func TestServiceConfigNamesAMissingMethod(t *testing.T) {
 	var log strings.Builder
-	doc := retryConfig(`{"service": "testsrv.v1.TestService", "method": "Gte"}, {"service": "unknown.v1.Service", "method": "Get"}`, 3)
+	doc := configFor(`{"service": "testsrv.v1.TestService", "method": "Gte"}, {"service": "unknown.v1.Service", "method": "Get"}`, 3)
 	_, err := New(WithServiceConfig(doc), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
 	if err != nil {
 		t.Fatal(err)
@@ -473,7 +473,7 @@ func TestServiceConfigNamesAMissingMethod(t *testing.T) {
 
 // Work that is not an RPC must not follow what a service config says of RPCs.
 func TestDoIgnoresServiceConfigs(t *testing.T) {
-	for _, doc := range []string{retryConfig("{}", 5), `{"methodConfig": [{"name": [{}], "timeout": "0.001s"}]}`} {
+	for _, doc := range []string{configFor("{}", 5), `{"methodConfig": [{"name": [{}], "timeout": "0.001s"}]}`} {
 		synctest.Test(t, func(t *testing.T) {
 			r := newRetrier(t, WithServiceConfig(doc))
 			runs := 0

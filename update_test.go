@@ -132,7 +132,7 @@ func TestKillSwitch(t *testing.T) {
 
 // A bad document must change nothing, and say all that is wrong with it.
 func TestUpdateRefusesABadServiceConfig(t *testing.T) {
-	r := newRetrier(t, WithServiceConfig(retryConfig("{}", 4)))
+	r := newRetrier(t, WithServiceConfig(configFor("{}", 4)))
 	before := r.Explain(get).String()
 	err := r.Update(WithServiceConfig(`{"methodConfig": [{"name": [{}], "timeout": "1m"}], "retryThrottling": {"maxTokens": 0, "tokenRatio": 1}}`), WithHooks(Hooks{}))
 	for _, want := range []string{`line 1, column 45: methodConfig[0].timeout = "1m"`, "retryThrottling.maxTokens = 0", "Update: WithHooks cannot change"} {
@@ -242,7 +242,7 @@ func TestReloadUnderLoad(t *testing.T) {
 	})
 	defer cluster.Close()
 	config := func(attempts int) string {
-		return strings.Replace(strings.ReplaceAll(retryConfig(`{"service": "testsrv.v1.TestService"}`, attempts), "0.1s", "0.001s"), "{", `{"loadBalancingConfig": [{"round_robin": {}}],`, 1)
+		return strings.Replace(strings.ReplaceAll(configFor(`{"service": "testsrv.v1.TestService"}`, attempts), "0.1s", "0.001s"), "{", `{"loadBalancingConfig": [{"round_robin": {}}],`, 1)
 	}
 	if err := cluster.SetServiceConfig(config(2)); err != nil {
 		t.Fatal(err)
