@@ -157,7 +157,7 @@ func TestOneRetryAMinuteTricklesIn(t *testing.T) {
 		calls := func(n int) (attempts int) {
 			before := srv.Count(get)
 			for range n {
-				client.Get(t.Context(), &testpb.Request{})
+				_, _ = client.Get(t.Context(), &testpb.Request{})
 			}
 			return srv.Count(get) - before
 		}
@@ -300,7 +300,7 @@ func TestRescaleBetweenCalls(t *testing.T) {
 				Backoff: Backoff{Base: time.Second, Jitter: NoJitter}}))
 			var wg sync.WaitGroup
 			for range 5 {
-				wg.Go(func() { r.unary(t.Context(), "/s/M", nil, nil, nil, failing) })
+				wg.Go(func() { _ = r.unary(t.Context(), "/s/M", nil, nil, nil, failing) })
 			}
 			synctest.Wait()
 			if got := bank(b); got != 35 {
@@ -447,7 +447,7 @@ func TestPanicsLeaveTheBalance(t *testing.T) {
 				go func() {
 					defer close(ended)
 					defer func() { recovered = recover() }()
-					r.unary(t.Context(), get, nil, nil, nil, invoker, edit, grpc.OnFinish(func(error) { fail("OnFinish") }))
+					_ = r.unary(t.Context(), get, nil, nil, nil, invoker, edit, grpc.OnFinish(func(error) { fail("OnFinish") }))
 					recovered = "returned"
 				}()
 				<-ended

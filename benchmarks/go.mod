@@ -12,6 +12,7 @@ require (
 	github.com/sethvargo/go-retry v0.5.0
 	go.opentelemetry.io/otel/sdk v1.47.0
 	go.opentelemetry.io/otel/trace v1.47.0
+	golang.org/x/time v0.16.0
 	google.golang.org/grpc v1.85.0
 )
 
