@@ -41,6 +41,10 @@ fuzz: ## fuzz every target in turn (FUZZTIME=1m each)
 compat: ## run the suite with the oldest and the newest Go, grpc and OpenTelemetry
 	@scripts/compat
 
+.PHONY: interop
+interop: ## call nginx and a Node server, installing them if absent (INTEROP=-update rewrites docs/interop.md)
+	@scripts/interop $(INTEROP)
+
 .PHONY: check
 check: check-format check-words vet check-tidy lint check-generated race check-seeds check-rename ## everything a change must pass; needs only Go
 	@echo "check: all passed"
