@@ -54,29 +54,48 @@ func dial(t testing.TB, srv *testsrv.Server, r *Retrier, opts ...grpc.DialOption
 type event map[attribute.Key]any
 
 // traced returns a context with a recording span, and a function that ends the
-// span and gives its attempt events in order.
+// span and gives its attempt events in order. They are as the schema wants them.
 func traced(t testing.TB, ctx context.Context) (context.Context, func() []event) {
 	t.Helper()
+	ctx, end := tracedSpan(ctx)
+	return ctx, func() []event {
+		t.Helper()
+		return eventsOf(t, end())
+	}
+}
+
+// tracedSpan returns a context with a recording span, and a function that ends
+// the span and gives it as it was recorded.
+func tracedSpan(ctx context.Context) (context.Context, func() sdktrace.ReadOnlySpan) {
 	recorder := tracetest.NewSpanRecorder()
 	provider := sdktrace.NewTracerProvider(sdktrace.WithSpanProcessor(recorder))
 	ctx, span := provider.Tracer("test").Start(ctx, "caller")
-	return ctx, func() []event {
-		t.Helper()
+	return ctx, func() sdktrace.ReadOnlySpan {
 		span.End()
-		var events []event
-		for _, e := range recorder.Ended()[0].Events() {
-			if e.Name != "grpcretry.attempt" {
-				t.Errorf("event %q on the caller's span, want only grpcretry.attempt", e.Name)
-				continue
-			}
-			attrs := event{}
-			for _, a := range e.Attributes {
-				attrs[a.Key] = a.Value.AsInterface()
-			}
-			events = append(events, attrs)
-		}
-		return events
+		return recorder.Ended()[0]
 	}
+}
+
+// eventsOf are the span's attempt events.
+func eventsOf(t testing.TB, span sdktrace.ReadOnlySpan) []event {
+	t.Helper()
+	var events []event
+	for _, e := range span.Events() {
+		if e.Name != "grpcretry.attempt" {
+			t.Errorf("event %q on the caller's span, want only grpcretry.attempt", e.Name)
+			continue
+		}
+		attrs := event{}
+		for _, a := range e.Attributes {
+			if _, ok := attrs[a.Key]; ok {
+				t.Errorf("attribute %s is there twice", a.Key)
+			}
+			attrs[a.Key] = a.Value.AsInterface()
+		}
+		events = append(events, attrs)
+	}
+	checkEvents(t, events)
+	return events
 }
 
 // decisions are the ladder's words of the events, in order.
