@@ -1,7 +1,7 @@
 package grpcretry
 
 import (
-	"reflect"
+	"fmt"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -133,8 +133,8 @@ func TestEffective(t *testing.T) {
 		IdempotencySource: SourceProto, IdempotencyPlace: "idempotency_level in testsrv/v1/testsrv.proto",
 		Budget: "the default, one for each target",
 	}
-	if !reflect.DeepEqual(got, want) {
-		t.Errorf("%+v\nwant %+v", got, want)
+	if got, want := fmt.Sprintf("%#v", got), fmt.Sprintf("%#v", want); got != want {
+		t.Errorf("%s\nwant %s", got, want)
 	}
 	if e := r.Explain("/a.B/C"); !e.Resolver || e.PolicySource != SourceDefault || e.Policy.Idempotency != Inherit {
 		t.Errorf("%+v, want the default policy, unless the resolver has one", e)
