@@ -31,8 +31,8 @@ var defaultCodes = CodeSet{mask: explicitSet | defaultSet | 1<<codes.Unavailable
 
 // Codes returns the set of the given codes. Codes() is the empty set, which
 // retries nothing by its code; it differs from the zero CodeSet, the default
-// set. OK and numbers that gRPC does not define are refused where the set is
-// installed.
+// set. OK and numbers that gRPC does not define (above 16) are refused where the
+// set is installed: by [New], or by the call if [WithCallPolicy] put it there.
 func Codes(c ...codes.Code) CodeSet {
 	s := CodeSet{mask: explicitSet}
 	for _, c := range c {
@@ -130,7 +130,7 @@ const (
 	ReasonSuccess
 	// ReasonHedgeLost: another attempt of a hedged call won.
 	ReasonHedgeLost
-	// ReasonParentDone: the caller's context ended.
+	// ReasonParentDone: the caller's context ended, in an attempt or in a wait.
 	ReasonParentDone
 	// ReasonClosed: the ClientConn is closed.
 	ReasonClosed
@@ -140,8 +140,9 @@ const (
 	ReasonInboundRetry
 	// ReasonCommitted: the caller was already given a part of the answer.
 	ReasonCommitted
-	// ReasonPushbackStop: the server asked not to be retried, or to be left
-	// alone for longer than Backoff.MaxHint.
+	// ReasonPushbackStop: the server asked not to be retried, by a pushback that
+	// is negative, malformed or repeated (gRFC A6, section "Pushback"), or to be
+	// left alone for longer than Backoff.MaxHint.
 	ReasonPushbackStop
 	// ReasonPermanent: the error of some work is marked as permanent, or comes
 	// of a call inside that was given up; see Retrier.Do.
@@ -155,7 +156,8 @@ const (
 	ReasonNotIdempotent
 	// ReasonAttemptsExhausted: MaxAttempts were made.
 	ReasonAttemptsExhausted
-	// ReasonDeadline: the wait does not fit what is left of the call's deadline.
+	// ReasonDeadline: the wait does not fit what is left of the call's deadline,
+	// or the policy's Timeout for the whole call ended the attempt.
 	ReasonDeadline
 	// ReasonDryRun: another attempt would have followed after the delay, if the
 	// budget had granted it, but for [WithDryRun].
@@ -198,7 +200,8 @@ type DelaySource uint8
 const (
 	// DelayBackoff: the policy's Backoff. It is the zero value.
 	DelayBackoff DelaySource = iota
-	// DelayPushback: the server's grpc-retry-pushback-ms trailer.
+	// DelayPushback: the server's grpc-retry-pushback-ms trailer, in whole
+	// milliseconds from 0; see gRFC A6, section "Pushback". It is waited for exactly.
 	DelayPushback
 	// DelayRetryInfo: a google.rpc.RetryInfo in the status, or a [RetryAfter],
 	// plus the jittered backoff.

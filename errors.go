@@ -29,7 +29,7 @@ type Attempt struct {
 	Hedge bool
 	// Start is when the attempt began.
 	Start time.Time
-	// Duration is how long it ran, without the wait that follows.
+	// Duration is how long it ran, 0 or more, without the wait that follows.
 	Duration time.Duration
 	// Err is the attempt's own error, untouched; nil for a success.
 	Err error
@@ -48,7 +48,7 @@ type Attempt struct {
 	// Delay is the wait before the next attempt; 0 if none follows. With
 	// ReasonDryRun it is the wait that would have been.
 	Delay time.Duration
-	// DelaySource says who set Delay.
+	// DelaySource says who set Delay; DelayBackoff if none follows.
 	DelaySource DelaySource
 	// Inner are, of work that [Retrier.Do] runs, the calls made through a
 	// Retrier with the attempt's context that failed or needed more than one
@@ -61,7 +61,9 @@ type Attempt struct {
 	Remaining time.Duration
 }
 
-// Report tells what happened in one call.
+// Report tells what happened in one call. Its zero value is that of a call that
+// has not ended; after a call that was refused before its first attempt, for a
+// bad edit of the policy, it has no attempts and ReasonNone.
 type Report struct {
 	// Method is the full method.
 	Method string
@@ -85,7 +87,8 @@ func (r *Report) Made() int { return len(r.Attempts) + r.Dropped }
 // ended a wait is the code that of the context (DEADLINE_EXCEEDED or CANCELLED).
 //
 // A call that was not to be retried in the first place returns its attempt's
-// own error instead.
+// own error instead. An Error does not change once it is returned, so it may be
+// read by many goroutines at once.
 type Error struct {
 	Report
 	last  error          // of the last attempt
@@ -151,8 +154,10 @@ var (
 	ErrAttemptsExhausted = errors.New("grpcretry: attempts exhausted")
 	// ErrBudgetExhausted: the budget refused another attempt.
 	ErrBudgetExhausted = errors.New("grpcretry: retry budget exhausted")
-	// ErrDeadlineTooClose: the next wait would not have fitted the call's deadline.
+	// ErrDeadlineTooClose: the next wait would not have fitted the call's
+	// deadline, or the policy's Timeout for the whole call ended the last attempt.
 	ErrDeadlineTooClose = errors.New("grpcretry: the wait does not fit the deadline")
-	// ErrPushbackStop: the server asked not to be retried.
+	// ErrPushbackStop: the server asked not to be retried, or not before longer
+	// than Backoff.MaxHint.
 	ErrPushbackStop = errors.New("grpcretry: the server asked for no retry")
 )

@@ -279,23 +279,31 @@ type Hooks struct {
 // call with INTERNAL, and the message names the field. Several are applied in
 // order. They run again if the ClientConn's service config, and with it another
 // policy to edit, arrives only while the first attempt waits for a connection.
-// Without the interceptor it does nothing.
+// edit runs on the caller's goroutine and must not keep the pointer; a nil edit
+// fails the call with INTERNAL too. Without the interceptor it does nothing.
 func WithCallPolicy(edit func(*Policy)) grpc.CallOption { return callPolicyOption{edit: edit} }
 
-// WithoutRetry makes the call once. Without the interceptor it does nothing.
+// WithoutRetry makes the call once, whatever [WithCallPolicy] or the policy in
+// force says. Without the interceptor it does nothing.
 func WithoutRetry() grpc.CallOption { return withoutRetryOption{} }
 
 // WithReport fills *r when the call ends, whatever its result. Each call needs
 // a Report of its own, which must not be read before the call returned. A nil
-// r is ignored, and of several Reports the last is filled. Without the
-// interceptor it does nothing.
+// r is ignored, and of several Reports each is filled. Without the interceptor
+// it does nothing.
 func WithReport(r *Report) grpc.CallOption { return reportOption{report: r} }
 
 // WithIdempotencyKey sends the metadata "idempotency-key: key", the same in
 // every attempt of the call, for servers that remove duplicates by it. An
 // empty key stands for a fresh random one. A key that the caller's outgoing
 // metadata already holds wins. The key alone does not make a call idempotent;
-// see [Keyed]. Without the interceptor it does nothing.
+// see [Keyed]. It must be printable ASCII, or gRPC fails the call with INTERNAL
+// before it is sent. Without the interceptor it does nothing.
+//
+// The name is that of the header in the IETF draft [The Idempotency-Key HTTP
+// Header Field], section 2, whose quotes around the value gRPC metadata does not need.
+//
+// [The Idempotency-Key HTTP Header Field]: https://datatracker.ietf.org/doc/draft-ietf-httpapi-idempotency-key-header/
 func WithIdempotencyKey(key string) grpc.CallOption { return keyOption{key: key} }
 
 // The call options embed EmptyCallOption, by which grpc itself ignores them.

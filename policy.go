@@ -20,13 +20,15 @@ const (
 // copied when it is installed; changing the original afterwards has no effect.
 type Policy struct {
 	// MaxAttempts is the largest number of attempts of one call, the first
-	// included. 0 means [DefaultMaxAttempts], 1 never retries; there is no
-	// upper bound. With wait-for-ready, attempts that never left the client do
-	// not count.
+	// included, as gRFC A6 counts in its section "Maximum Number of Retries".
+	// 0 means [DefaultMaxAttempts], 1 never retries, less is refused; there is
+	// no upper bound. With wait-for-ready, attempts that never left the client
+	// do not count.
 	MaxAttempts int
 
 	// Timeout bounds the whole call, waits included, from the moment it is
-	// made. It only ever shortens the caller's own deadline. 0 means none.
+	// made. It only ever shortens the caller's own deadline. 0 means none; a
+	// negative value is refused, as for all four timeouts.
 	Timeout time.Duration
 
 	// AttemptTimeout bounds each attempt of a unary call, and of a
