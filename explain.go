@@ -48,8 +48,8 @@ type Effective struct {
 	// Budget says in words which budgets the calls are charged to.
 	Budget string
 	// Fault says what keeps the policy in the method's .proto from being
-	// followed; nil: nothing, or there is none.
-	Fault error
+	// followed; empty: nothing, or there is none.
+	Fault string
 }
 
 // Explain tells which policy is in force for a full method, "/pkg.Service/Method",
@@ -66,11 +66,14 @@ func (r *Retrier) Explain(fullMethod string) Effective {
 		Method: m.name, Policy: *m.policy, PolicySource: m.source, PolicyPlace: set.policyPlace(m),
 		TimeoutSource:     m.timeoutSource,
 		IdempotencySource: m.idemSource,
-		Resolver:          m.resolver, DryRun: m.dryRun, Fault: m.declared.fault,
+		Resolver:          m.resolver, DryRun: m.dryRun,
 		Budget: r.budgetOf(set, m),
 	}
 	if e.Policy.Idempotency = m.idempotency; m.idempotency != Inherit {
 		e.IdempotencyPlace = set.idempotencyPlace(m)
+	}
+	if m.declared.fault != nil {
+		e.Fault = m.declared.fault.Error()
 	}
 	if p := m.resolved.Load(); p != nil && m.resolver {
 		seen := p.policy
@@ -200,8 +203,8 @@ func (e Effective) String() string {
 	if e.DryRun {
 		line("dry run", "retries are decided and told, but not made (from WithDryRun)")
 	}
-	if e.Fault != nil {
-		line("not followed", "%v", e.Fault)
+	if e.Fault != "" {
+		line("not followed", "%s", e.Fault)
 	}
 	return b.String()
 }

@@ -186,7 +186,7 @@ func TestServiceConfigKeepsTheKey(t *testing.T) {
 // An entry without a policy takes its methods out of a less specific one's, as
 // gRPC does, also where the .proto would allow retries.
 func TestEntryWithoutPolicyIsNotRetried(t *testing.T) {
-	out := fmt.Sprintf(`, {"name": [{"service": "testsrv.v1.TestService", "method": "Get"}], "timeout": "20s"}`)
+	const out = `, {"name": [{"service": "testsrv.v1.TestService", "method": "Get"}], "timeout": "20s"}`
 	doc := configFor("{}", 3, out)
 	for name, options := range map[string]struct {
 		opts  []Option

@@ -190,17 +190,17 @@ const other = "/other.v1.Service/Other"
 // entry has a policy; and false if the document leaves that open.
 func (c config) policy(method string) (*policy, bool) {
 	service, name, _ := strings.Cut(method[1:], "/")
-	any := false
+	without := false
 	for _, key := range []struct{ Service, Method string }{{service, name}, {service, ""}, {"", ""}} {
 		for _, m := range c.MethodConfig {
 			if slices.Contains(m.Name, key) {
 				if m.RetryPolicy != nil {
-					if any {
+					if without {
 						return nil, true // a more specific entry has none
 					}
 					return m.RetryPolicy, true
 				}
-				any = true
+				without = true
 			}
 		}
 	}
