@@ -35,9 +35,9 @@ type AuditEntry struct {
 // String is the entry on one line.
 func (a AuditEntry) String() string {
 	if a.Method == "" {
-		return fmt.Sprintf("all other methods: %d retries refused", a.Refused)
+		return fmt.Sprintf("all other methods: retries refused: %d", a.Refused)
 	}
-	refused := fmt.Sprintf("%s: %d retries refused", a.Method, a.Refused)
+	refused := fmt.Sprintf("%s: retries refused: %d", a.Method, a.Refused)
 	if a.Pattern == "" {
 		return fmt.Sprintf("%s, because it is not idempotent (from %v)", refused, a.Source)
 	}

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"math"
 	"math/big"
+	"os"
 	"reflect"
 	"regexp"
 	"slices"
@@ -65,6 +66,61 @@ func TestServiceConfigDocuments(t *testing.T) {
 		if err := configdocs.Store(documents, docs); err != nil {
 			t.Fatal(err)
 		}
+	}
+}
+
+// The page for users must list every difference from gRPC, and show errors as they are.
+func TestServiceConfigPage(t *testing.T) {
+	const page, begin, end = "docs/service-config.md", "<!-- documents: written by go test -run TestServiceConfigPage -update . -->\n", "<!-- end -->\n"
+	b, err := os.ReadFile(page)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := string(b)
+	head, rest, ok := strings.Cut(text, begin)
+	_, tail, ok2 := strings.Cut(rest, end)
+	if !ok || !ok2 {
+		t.Fatalf("%s has no place for the table", page)
+	}
+	var table strings.Builder
+	table.WriteString("| Document | gRPC for Go | grpcretry | Why |\n|---|---|---|---|\n")
+	cell := func(s string) string { return strings.NewReplacer("|", "\\|", "\n", "<br>").Replace(s) }
+	for _, d := range loadDocuments(t) {
+		if (d.Ours == "") == d.GRPC {
+			continue
+		}
+		theirs, ours := "refuses it", "accepts it"
+		if d.GRPC {
+			theirs = "accepts it"
+		}
+		if d.Ours != "" {
+			ours = "`" + strings.ReplaceAll(cell(d.Ours), "<br>", "`<br>`") + "`"
+		}
+		name := d.Name
+		if !strings.Contains(d.JSON, "\n") && len(d.JSON) < 80 {
+			name += ": `" + cell(d.JSON) + "`"
+		}
+		fmt.Fprintf(&table, "| %s | %s | %s | %s |\n", name, theirs, ours, cell(d.Why))
+	}
+	want := head + begin + table.String() + end + tail
+	if *update && want != text {
+		if err := os.WriteFile(page, []byte(want), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	} else if want != text {
+		t.Errorf("the table of %s is out of date: run this test with -update", page)
+	}
+
+	_, example, _ := strings.Cut(head, "```json\n")
+	example, shown, _ := strings.Cut(example, "```\n")
+	var lines []string
+	for line := range strings.SplitSeq(shown, "\n") {
+		if line, ok := strings.CutPrefix(line, "    "); ok {
+			lines = append(lines, line)
+		}
+	}
+	if _, err := New(WithServiceConfig(example)); err == nil || err.Error() != strings.Join(lines, "\n") {
+		t.Errorf("the page's example gives\n%v\nand the page shows\n%s", err, strings.Join(lines, "\n"))
 	}
 }
 

@@ -363,9 +363,9 @@ func TestAudit(t *testing.T) {
 		r.Explain("/never.called/M")
 		const fix = `if it is idempotent, add "option idempotency_level = IDEMPOTENT;" to it in `
 		want := []string{
-			`/testsrv.v1.TestService/Write: 3 retries refused; ` + fix + `testsrv/v1/testsrv.proto, or pass grpcretry.WithIdempotent("testsrv.v1.TestService/Write")`,
-			`/testsrv.v1.DeclaredService/Withdrawn: 2 retries refused, because it is not idempotent (from proto)`,
-			`/orders.v1.Orders/Get: 0 retries refused; ` + fix + `its .proto, or pass grpcretry.WithIdempotent("orders.v1.Orders/Get")`,
+			`/testsrv.v1.TestService/Write: retries refused: 3; ` + fix + `testsrv/v1/testsrv.proto, or pass grpcretry.WithIdempotent("testsrv.v1.TestService/Write")`,
+			`/testsrv.v1.DeclaredService/Withdrawn: retries refused: 2, because it is not idempotent (from proto)`,
+			`/orders.v1.Orders/Get: retries refused: 0; ` + fix + `its .proto, or pass grpcretry.WithIdempotent("orders.v1.Orders/Get")`,
 		}
 		check := func(want []string) {
 			t.Helper()
@@ -403,7 +403,7 @@ func TestAuditIsBounded(t *testing.T) {
 		}
 		list := r.Audit()
 		last := list[len(list)-1]
-		if len(list) != maxMethodsKept+1 || last.String() != "all other methods: 5 retries refused" {
+		if len(list) != maxMethodsKept+1 || last.String() != "all other methods: retries refused: 5" {
 			t.Errorf("%d entries, the last %q; want %d and 5 others", len(list), last, maxMethodsKept+1)
 		}
 	})
