@@ -114,19 +114,20 @@ type destinations struct {
 	peer    peer.Peer
 	header  metadata.MD
 	trailer metadata.MD
-	ended   atomic.Bool           // grpc is done with the attempt, and with the destinations
-	failure atomic.Pointer[error] // how it failed, as grpc saw it
-	probe   grpc.OnFinishCallOption
-	opts    []grpc.CallOption
-	plain   bool // opts are the attempt's own only, as most calls have them
-	inline  [8]grpc.CallOption
+	probe   *probe // nil for work, of which grpc knows nothing
+
+	opts   []grpc.CallOption
+	form   optionsForm
+	inline [8]grpc.CallOption
 }
 
 // unwritten is what a peer destination holds before grpc writes to it. The zero
 // Peer will not do: a transport may have neither address nor security to show.
 var unwritten net.Addr = new(net.IPAddr)
 
-func newDestinations() *destinations { return &destinations{peer: peer.Peer{Addr: unwritten}} }
+func newDestinations(p *probe) *destinations {
+	return &destinations{peer: peer.Peer{Addr: unwritten}, probe: p}
+}
 
 func (d *destinations) sawPeer() bool { return d.peer.Addr != unwritten }
 
@@ -138,22 +139,70 @@ func (d *destinations) seenPeer() peer.Peer {
 	return d.peer
 }
 
-// finish is the attempt's OnFinish. grpc has written to the destinations by
-// then, if it does at all.
-func (d *destinations) finish(err error) {
+// probe is an attempt's OnFinish. Once grpc has ended the attempt, and no other
+// with the same options, the next can have it, because it notes everything
+// atomically: first is written by whoever was first to count a failure, and read
+// only through failure.
+type probe struct {
+	option   grpc.OnFinishCallOption
+	ends     atomic.Uint32         // how many attempts grpc has ended
+	earlier  uint32                // of these, before this attempt
+	failure  atomic.Pointer[error] // how this one failed, as grpc saw it
+	failures atomic.Uint32         // how often: an interceptor further in may call again
+	first    error                 // room for the first
+}
+
+// optionsForm says whether options are the same from call to call.
+type optionsForm uint8
+
+const (
+	optionsVary   optionsForm = iota
+	optionsOwn                // the attempt's own, and no other
+	optionsStatic             // these and grpc.StaticMethod, which generated code passes
+)
+
+func newProbe() *probe {
+	p := new(probe)
+	p.option.OnFinish = p.finish
+	return p
+}
+
+// finish is what grpc calls. It has written to the destinations by then, if it
+// does at all.
+func (p *probe) finish(err error) {
 	if err != nil {
-		failure := err
-		d.failure.Store(&failure)
+		failure := &p.first
+		if p.failures.Add(1) > 1 {
+			failure = new(error)
+		}
+		*failure = err
+		p.failure.Store(failure)
 	}
-	d.ended.Store(true)
+	p.ends.Add(1)
+}
+
+// ended reports whether grpc is done with the attempt, and with its destinations.
+func (p *probe) ended() bool { return p.ends.Load() != p.earlier }
+
+// endedOnce reports whether it ended no more than this one with these options.
+func (p *probe) endedOnce() bool { return p.ends.Load() == p.earlier+1 }
+
+// renew prepares the probe for another attempt.
+func (p *probe) renew() {
+	p.earlier = p.ends.Load()
+	if p.failures.Load() > 0 {
+		p.failure.Store(nil)
+		p.first = nil
+		p.failures.Store(0)
+	}
 }
 
 // proves reports whether a missing peer proves that err came from an attempt
 // which never left the client: grpc itself must have ended this very attempt
 // with this very error. It proves nothing where an interceptor further in drops
 // call options, answers by itself, or had another try by other means.
-func (d *destinations) proves(err error) bool {
-	failure := d.failure.Load()
+func (p *probe) proves(err error) bool {
+	failure := p.failure.Load()
 	return failure != nil && onlyWraps(err, *failure)
 }
 
@@ -220,7 +269,7 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	}
 	if edits > 0 {
 		if err := c.edit(); err != nil {
-			c.target, c.dest = r.targets.find(c.dialed(), cc), newDestinations()
+			c.target, c.dest = r.targets.find(c.dialed(), cc), newDestinations(nil)
 			c.handOver(err)
 			c.recycle()
 			return nil, err
@@ -325,10 +374,7 @@ func (c *call) start() (context.Context, []grpc.CallOption) {
 			ctx = withPreviousAttempts(ctx, c.number-1)
 		}
 	}
-	if c.own == nil {
-		c.own = newDestinations()
-	}
-	c.dest, c.own = c.own, nil
+	c.arrange()
 	if c.granted == grantReserved {
 		c.granted = grantStarted
 	}
@@ -343,6 +389,20 @@ func (c *call) start() (context.Context, []grpc.CallOption) {
 		ctx = context.WithValue(ctx, nestKey{}, c.inside)
 	}
 	return ctx, nil
+}
+
+// arrange gives the attempt destinations. Those of a failed attempt stay its
+// own, but its probe is handed on if grpc has ended it, once.
+func (c *call) arrange() {
+	d := c.own
+	if d == nil {
+		d = newDestinations(nil)
+		if last := c.dest; last != nil && last.probe != nil && last.probe.endedOnce() {
+			d.probe = last.probe
+			d.probe.renew()
+		}
+	}
+	c.dest, c.own = d, nil
 }
 
 // limit puts the sooner of the attempt's and the call's own timeout on the
@@ -366,11 +426,11 @@ func (c *call) limit(ctx context.Context) context.Context {
 // which the call serves itself at its end, and with the attempt's own.
 func (c *call) options() []grpc.CallOption {
 	d := c.dest
-	if plain := len(c.opts) == 0 && c.method.extra == nil; plain && d.plain {
+	form := c.optionsForm()
+	if form != optionsVary && form == d.form {
 		return d.opts // as they were for the call before
-	} else {
-		d.plain = plain
 	}
+	d.form = form
 	out := append(d.inline[:0], c.method.extra...)
 	for _, o := range c.opts {
 		if len(c.method.extra) > 0 && c.method.config.outbids(o) {
@@ -387,12 +447,25 @@ func (c *call) options() []grpc.CallOption {
 	if c.header {
 		out = append(out, grpc.HeaderCallOption{HeaderAddr: &d.header})
 	}
-	if d.probe.OnFinish == nil {
-		d.probe.OnFinish = d.finish
+	if d.probe == nil {
+		d.probe = newProbe()
 	}
-	out = append(out, d.probe)
+	out = append(out, d.probe.option)
 	d.opts = slices.Clip(out) // who appends to it further in makes a copy
 	return d.opts
+}
+
+func (c *call) optionsForm() optionsForm {
+	switch {
+	case c.method.extra != nil:
+	case len(c.opts) == 0:
+		return optionsOwn
+	case len(c.opts) == 1:
+		if _, ok := c.opts[0].(grpc.StaticMethodCallOption); ok {
+			return optionsStatic
+		}
+	}
+	return optionsVary
 }
 
 // end takes the result of the attempt, decides what follows, and reports
@@ -464,7 +537,7 @@ func (c *call) settle(won bool) {
 // checkOptions finds out, at a success, that the call options of its attempt did
 // not reach grpc. Nothing rests on it but a line in the log.
 func (c *call) checkOptions() {
-	if !c.dest.sawPeer() && !c.dest.ended.Load() && c.cc != nil && c.target.swallowed.CompareAndSwap(false, true) {
+	if c.cc != nil && !c.dest.sawPeer() && !c.dest.probe.ended() && c.target.swallowed.CompareAndSwap(false, true) {
 		c.r.logSwallowed(c)
 	}
 }
@@ -473,8 +546,8 @@ func (c *call) checkOptions() {
 // interceptor further in did not wait for it, so that it may still write to
 // them, or keeps them from it.
 func (c *call) turnAway() {
-	if c.cc != nil && !c.dest.ended.Load() {
-		c.dest = newDestinations()
+	if c.cc != nil && !c.dest.probe.ended() {
+		c.dest = newDestinations(newProbe())
 	}
 }
 
@@ -490,7 +563,7 @@ func (c *call) facts(err error, wall time.Time) facts {
 	if late := passed(c.cutoff, wall); c.work {
 		f.outcome = classifyWork(err, late, c.policy.Codes)
 	} else {
-		seen := sighting{peer: d.sawPeer(), options: d.proves(err), header: len(d.header) > 0, trailer: d.trailer}
+		seen := sighting{peer: d.sawPeer(), options: !d.sawPeer() && d.probe.proves(err), header: len(d.header) > 0, trailer: d.trailer}
 		f.outcome = classify(err, seen, late)
 	}
 	if err != nil {
@@ -733,14 +806,15 @@ func (c *call) close() {
 }
 
 // recycle puts the call back for another one, without anything of this one.
-// The destinations go with it only after a success: an attempt that failed, or
-// whose caller went away, may still be writing to them.
+// The destinations go with it only after a success that grpc itself ended, once:
+// an attempt that failed, or whose caller went away, may still be writing to them.
 func (c *call) recycle() {
-	if d := c.dest; d != nil && c.succeeded && c.ctx.Err() == nil {
+	if d := c.dest; d != nil && c.succeeded && (c.work || d.probe.endedOnce()) && c.ctx.Err() == nil {
 		d.peer, d.header, d.trailer = peer.Peer{Addr: unwritten}, nil, nil
-		d.ended.Store(false)
-		d.failure.Store(nil)
-		if !d.plain {
+		if d.probe != nil {
+			d.probe.renew()
+		}
+		if d.form == optionsVary {
 			clear(d.inline[:])
 			d.opts = nil
 		}

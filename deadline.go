@@ -13,8 +13,8 @@ var epoch = time.Now()
 
 func now() moment { return moment(time.Since(epoch)) }
 
-// time is m on the clock that shows t now.
-func (m moment) time(t time.Time) time.Time { return t.Add(time.Duration(m - now())) }
+// time is m on the clock that showed t, which comes from time.Now.
+func (m moment) time(t time.Time) time.Time { return t.Add(time.Duration(m) - t.Sub(epoch)) }
 
 // earlier is the sooner of two deadlines, of which the zero Time means none.
 func earlier(a, b time.Time) time.Time {

@@ -12,21 +12,24 @@ import (
 	"google.golang.org/protobuf/types/known/emptypb"
 )
 
-// fakeInvoker answers in place of grpc: it shows a peer, as grpc does, and then
-// gives the errors in turn, over and over.
+// fakeInvoker answers in place of grpc: it shows a peer and ends the attempt, as
+// grpc does, and gives the errors in turn, over and over.
 func fakeInvoker(errs ...error) grpc.UnaryInvoker {
 	n := 0
 	return func(_ context.Context, _ string, _, _ any, _ *grpc.ClientConn, opts ...grpc.CallOption) error {
+		var err error
+		if len(errs) > 0 {
+			err = errs[n%len(errs)]
+			n++
+		}
 		for _, o := range opts {
-			if o, ok := o.(grpc.PeerCallOption); ok {
+			switch o := o.(type) {
+			case grpc.PeerCallOption:
 				*o.PeerAddr = peer.Peer{Addr: fakeAddr{}}
+			case grpc.OnFinishCallOption:
+				o.OnFinish(err)
 			}
 		}
-		if len(errs) == 0 {
-			return nil
-		}
-		err := errs[n%len(errs)]
-		n++
 		return err
 	}
 }
