@@ -31,8 +31,7 @@ type Case struct {
 	// EndToEnd tells that real calls are made, whose cost is told as a ratio.
 	// Each connection has luck of its own, so every batch gets a new one.
 	EndToEnd bool
-	// Parallel is how many goroutines make the calls; their cost is then the
-	// time that passes for all calls, divided by their number.
+	// Parallel is how many goroutines make the calls.
 	Parallel int
 
 	config  peers.Config
