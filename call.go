@@ -809,7 +809,7 @@ func (c *call) close() {
 // The destinations go with it only after a success that grpc itself ended, once:
 // an attempt that failed, or whose caller went away, may still be writing to them.
 func (c *call) recycle() {
-	if d := c.dest; d != nil && c.succeeded && (c.work || d.probe.endedOnce()) && c.ctx.Err() == nil {
+	if d := c.dest; d != nil && c.succeeded && (c.cc == nil || d.probe.endedOnce()) && c.ctx.Err() == nil {
 		d.peer, d.header, d.trailer = peer.Peer{Addr: unwritten}, nil, nil
 		if d.probe != nil {
 			d.probe.renew()
