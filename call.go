@@ -82,6 +82,15 @@ type callState struct {
 	cancel  context.CancelFunc
 	dest    *destinations
 
+	stream    *clientStream // nil for a unary call; what follows is for streams only
+	resume    *resumption
+	opened    bool // the attempt has a stream, so that it was sent
+	answered  bool // the caller was given something of it
+	committed commitCause
+	resumable bool // though committed, it may go on with another attempt
+	timedOut  bool // a timer of ours ended the attempt
+	aborted   bool // a fault on this side ended the attempt; another would meet it too
+
 	retries  int           // since the last pushback, for the backoff
 	previous time.Duration // the last backoff
 	waited   time.Duration // between attempts, in all
@@ -221,6 +230,11 @@ func onlyWraps(err, cause error) bool {
 func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientConn, opts []grpc.CallOption, work bool) (*call, error) {
 	c := r.calls.Get().(*call)
 	c.work = work
+	return c.begin(ctx, fullMethod, cc, opts)
+}
+
+func (c *call) begin(ctx context.Context, fullMethod string, cc *grpc.ClientConn, opts []grpc.CallOption) (*call, error) {
+	r := c.r
 	c.ctx, c.base, c.cc, c.opts = ctx, ctx, cc, opts
 	key, hasKey, edits := "", false, 0
 	for _, o := range opts {
@@ -242,22 +256,26 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 			c.reports = c.reports || o.report != nil
 		case keyOption:
 			key, hasKey = o.key, true
+		case resumeOption:
+			if c.stream.fromServer() {
+				c.resume = &resumption{resumeOption: o}
+			}
 		}
 	}
 	if set := r.set.Load(); c.set != set || c.asked != fullMethod {
 		m := set.lookup(fullMethod)
 		c.set, c.asked, c.method = set, m.asked, m
 		r.logUnusable(c.method)
-	} else if !work && c.method.declared.stale() {
+	} else if !c.work && c.method.declared.stale() {
 		c.method = set.lookup(fullMethod)
 	}
-	if work && c.method.misnamed {
+	if c.work && c.method.misnamed {
 		c.recycle()
 		return nil, checkWork(ctx, fullMethod, false, nil)
 	}
 	c.policy, c.source = c.method.policy, c.method.source
 	c.idempotency, c.idemSource = c.method.idempotency, c.method.idemSource
-	if work {
+	if c.work {
 		c.beWork()
 	}
 	c.started = now()
@@ -267,13 +285,15 @@ func (r *Retrier) begin(ctx context.Context, fullMethod string, cc *grpc.ClientC
 	if edits > 0 || c.method.askFirst {
 		c.consultResolver()
 	}
-	if edits > 0 {
-		if err := c.edit(); err != nil {
-			c.target, c.dest = r.targets.find(c.dialed(), cc), newDestinations(nil)
-			c.handOver(err)
-			c.recycle()
-			return nil, err
-		}
+	refused := c.resume.check()
+	if edits > 0 && refused == nil {
+		refused = c.edit()
+	}
+	if refused != nil {
+		c.target, c.dest = r.targets.find(c.dialed(), cc), newDestinations(nil)
+		c.handOver(refused)
+		c.recycle()
+		return nil, refused
 	}
 	if hasKey || c.idempotency == Keyed {
 		c.sendKey(key)
@@ -378,7 +398,7 @@ func (c *call) start() (context.Context, []grpc.CallOption) {
 	if c.granted == grantReserved {
 		c.granted = grantStarted
 	}
-	if c.policy.AttemptTimeout > 0 || !c.due.IsZero() {
+	if c.policy.AttemptTimeout > 0 || !c.due.IsZero() || c.stream != nil {
 		ctx = c.limit(ctx)
 	}
 	if !c.work {
@@ -406,18 +426,21 @@ func (c *call) arrange() {
 }
 
 // limit puts the sooner of the attempt's and the call's own timeout on the
-// attempt's context, unless the caller's deadline comes before both.
+// attempt's context, unless the caller's deadline comes before both. A stream
+// outlives its attempt's timeout, and its context ends with it.
 func (c *call) limit(ctx context.Context) context.Context {
 	c.parent, _ = c.ctx.Deadline()
 	end := c.due
 	c.cutoff = time.Time{}
-	if t := c.policy.AttemptTimeout; t > 0 {
+	if t := c.policy.AttemptTimeout; t > 0 && c.stream == nil {
 		if own := c.begun.time(time.Now()).Add(t); own.Equal(earlier(own, earlier(c.due, c.parent))) {
 			c.cutoff, end = own, own
 		}
 	}
 	if !end.IsZero() && end.Equal(earlier(end, c.parent)) {
 		ctx, c.cancel = context.WithDeadline(ctx, end)
+	} else if c.stream != nil {
+		ctx, c.cancel = context.WithCancel(ctx)
 	}
 	return ctx
 }
@@ -438,7 +461,7 @@ func (c *call) options() []grpc.CallOption {
 		}
 		switch o.(type) {
 		case grpc.HeaderCallOption, grpc.TrailerCallOption, grpc.PeerCallOption, grpc.OnFinishCallOption,
-			callPolicyOption, withoutRetryOption, reportOption, keyOption:
+			callPolicyOption, withoutRetryOption, reportOption, keyOption, resumeOption:
 			continue
 		}
 		out = append(out, o)
@@ -560,11 +583,17 @@ func (c *call) facts(err error, wall time.Time) facts {
 		dryRun:     c.method.dryRun,
 		reauthed:   c.reauthed,
 	}
-	if late := passed(c.cutoff, wall); c.work {
+	if late := passed(c.cutoff, wall) || c.timedOut; c.work {
 		f.outcome = classifyWork(err, late, c.policy.Codes)
 	} else {
-		seen := sighting{peer: d.sawPeer(), options: !d.sawPeer() && d.probe.proves(err), header: len(d.header) > 0, trailer: d.trailer}
+		peer := d.sawPeer() || c.opened
+		seen := sighting{peer: peer, options: !peer && d.probe.proves(err), header: len(d.header) > 0 || c.answered, trailer: d.trailer}
 		f.outcome = classify(err, seen, late)
+		f.permanent = c.aborted
+	}
+	f.committed = c.committed != ""
+	if f.committed && c.resumable {
+		f.resume = c.resume.ask
 	}
 	if err != nil {
 		c.consultResolver()
@@ -596,6 +625,18 @@ func (c *call) facts(err error, wall time.Time) facts {
 		a.Inner = c.inside.end()
 	}
 	return f
+}
+
+// repeatable reports whether an attempt that was sent could be followed by
+// another. If not, the ladder will say why.
+func (c *call) repeatable() bool {
+	return c.idempotency.repeatable() && !c.disabled && !c.policy.single() && !c.inbound && !c.method.dryRun
+}
+
+// progress begins the count of attempts anew, because one of a resumable stream
+// delivered something.
+func (c *call) progress() {
+	c.counted, c.retries, c.previous, c.reauthed = 0, 0, 0, false
 }
 
 // keep makes room for the attempt in the list, whose last entry gives way once
@@ -809,6 +850,9 @@ func (c *call) close() {
 // The destinations go with it only after a success that grpc itself ended, once:
 // an attempt that failed, or whose caller went away, may still be writing to them.
 func (c *call) recycle() {
+	if c.stream != nil {
+		return // its caller and grpc may ask for it at any time
+	}
 	if d := c.dest; d != nil && c.succeeded && (c.cc == nil || d.probe.endedOnce()) && c.ctx.Err() == nil {
 		d.peer, d.header, d.trailer = peer.Peer{Addr: unwritten}, nil, nil
 		if d.probe != nil {

@@ -329,9 +329,10 @@ type facts struct {
 	disabled    bool
 	inbound     bool // below an inbound retry
 	committed   bool
-	dryRun      bool // retries are told and not made
-	reauthed    bool // an UNAUTHENTICATED was already retried in this call
-	ready       bool // the channel is READY, so that an unsent attempt did cost somebody
+	resume      func() bool // not nil: a committed stream that may go on; asks with what
+	dryRun      bool        // retries are told and not made
+	reauthed    bool        // an UNAUTHENTICATED was already retried in this call
+	ready       bool        // the channel is READY, so that an unsent attempt did cost somebody
 	hasDeadline bool
 	remaining   time.Duration // of the call's deadline
 }
@@ -363,7 +364,7 @@ func decide(f *facts, retryIf func() Verdict, backoff func() time.Duration) deci
 		return stop(ReasonDisabled)
 	case f.inbound:
 		return stop(ReasonInboundRetry)
-	case f.committed:
+	case f.committed && f.resume == nil:
 		return stop(ReasonCommitted)
 	case f.timeUp && f.code == codes.DeadlineExceeded:
 		return stop(ReasonDeadline) // the call's own Timeout ended the attempt
@@ -397,6 +398,13 @@ func decide(f *facts, retryIf func() Verdict, backoff func() time.Duration) deci
 	}
 	if f.dryRun {
 		d.reason = ReasonDryRun
+		return d
+	}
+	if f.resume != nil {
+		if !f.resume() {
+			return decision{failure: true, reason: ReasonCommitted}
+		}
+		d.retry, d.reason, d.cost = true, ReasonResume, CostResume
 		return d
 	}
 	d.retry, d.reason = true, ReasonRetry

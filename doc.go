@@ -47,6 +47,15 @@
 // when [WithIdempotent] or a policy's Idempotency says so, or when the
 // retryPolicy in the ClientConn's service config names it or its service.
 //
+// # Streams
+//
+// A stream of any kind is retried, with all that was sent on it, until its
+// caller was given something of the answer: the header or a message, or the
+// response of a client-streaming call. Then it is committed: its attempt is the
+// last, and it costs no more than without the interceptor. The same happens when
+// more was sent than Policy.ReplayBytes keeps. A server stream can go on after
+// that, from where it broke off, if the caller says how: see [WithResume].
+//
 // # Beside gRPC's own retries
 //
 // [Retrier.DialOptions] switches gRPC's own retries off, because they would

@@ -241,6 +241,51 @@ func ExampleWithIdempotencyKey() {
 	// 2 [order-4711]
 }
 
+// A stream that breaks off goes on after the last message that was delivered.
+func ExampleWithResume() {
+	srv := testsrv.New(testsrv.Script{testpb.TestService_List_FullMethodName: testsrv.Sequence{
+		{Messages: 2, Hold: time.Millisecond, Code: codes.Unavailable},
+	}.ThenOK()})
+	defer srv.Close()
+	client := connect(srv, must(grpcretry.WithDefaultPolicy(grpcretry.Policy{Backoff: fast})))
+
+	req := &testpb.Request{Count: 4}
+	stream, err := client.List(ctx, req, grpcretry.WithResume(
+		func(req *testpb.Request, last *testpb.Response) (*testpb.Request, bool) {
+			req.After = last.GetNumber()
+			return req, true
+		}))
+	for err == nil {
+		var m *testpb.Response
+		if m, err = stream.Recv(); err == nil {
+			fmt.Println("message", m.GetNumber())
+		}
+	}
+	fmt.Println(err)
+	// Output:
+	// message 1
+	// message 2
+	// message 3
+	// message 4
+	// EOF
+}
+
+// A stream that is silent for too long is ended, and so is one that does not
+// answer at all, which is then tried again.
+func ExamplePolicy_streams() {
+	retry := must(
+		grpcretry.WithMethodPolicy("testsrv.v1.TestService/List", grpcretry.Policy{
+			FirstResponseTimeout: 10 * time.Second,
+			IdleTimeout:          time.Minute,
+			ReplayBytes:          1 << 20,
+		}),
+	)
+	p := retry.Explain("/testsrv.v1.TestService/List").Policy
+	fmt.Println(p.FirstResponseTimeout, p.IdleTimeout, p.ReplayBytes)
+	// Output:
+	// 10s 1m0s 1048576
+}
+
 // Which policy is in force, and why.
 func ExampleRetrier_Explain() {
 	retry := must(grpcretry.WithIdempotent("orders.v1.Orders/*"))

@@ -88,6 +88,7 @@ func (r *Retrier) Update(opts ...Option) error {
 func (r *Retrier) DialOptions() []grpc.DialOption {
 	return []grpc.DialOption{
 		grpc.WithChainUnaryInterceptor(r.UnaryClientInterceptor()),
+		grpc.WithChainStreamInterceptor(r.StreamClientInterceptor()),
 		grpc.WithDisableRetry(),
 	}
 }

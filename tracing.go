@@ -29,6 +29,7 @@ const (
 	keySent          = attribute.Key("grpcretry.attempt.sent")
 	keyMax           = attribute.Key("grpcretry.attempt.max")
 	keyDropped       = attribute.Key("grpcretry.attempt.dropped")
+	keyCommitCause   = attribute.Key("grpcretry.commit.cause")
 	keyDelay         = attribute.Key("grpcretry.retry.delay")
 	keyDelaySource   = attribute.Key("grpcretry.retry.delay_source")
 	keyBalance       = attribute.Key("grpcretry.budget.balance")
@@ -59,7 +60,7 @@ func (t *callTrace) attempt(c *call, a *Attempt, last bool) {
 	if !last && a.Number >= maxAttemptsKept || c.r.eventsOnlyOnRetry && last && a.Number == 1 {
 		return
 	}
-	attrs := make([]attribute.KeyValue, 0, 20)
+	attrs := make([]attribute.KeyValue, 0, 21)
 	attrs = append(attrs,
 		keyMethod.String(c.method.rpc),
 		keyNumber.Int(a.Number),
@@ -75,6 +76,9 @@ func (t *callTrace) attempt(c *call, a *Attempt, last bool) {
 	}
 	if a.Reason == ReasonRetry || a.Reason == ReasonResume || a.Reason == ReasonDryRun || a.Reason == ReasonBudgetExhausted {
 		attrs = append(attrs, keyBalance.Float64(c.balance))
+	}
+	if a.Reason == ReasonCommitted || c.committed.unreplayable() {
+		attrs = append(attrs, keyCommitCause.String(string(c.committed)))
 	}
 	if last {
 		attrs = append(attrs, keyMax.Int(c.policy.MaxAttempts))

@@ -44,6 +44,7 @@ var schema = map[attribute.Key]any{
 	"grpcretry.deadline.remaining": float64(0),
 	"grpcretry.idempotency":        []string{"idempotent", "not_idempotent", "keyed", "unknown"},
 	"grpcretry.policy.source":      []string{"call", "method", "service", "default", "service_config", "resolver", "proto"},
+	"grpcretry.commit.cause":       []string{"header", "message", "early_answer", "replay_bytes", "prepared_message", "not_proto"},
 	"grpcretry.within.name":        "",
 	"grpcretry.within.attempt":     int64(0),
 	"network.peer.address":         "",
@@ -122,6 +123,9 @@ func checkCallEvents(t testing.TB, events []event) {
 		needs(waits, "grpcretry.retry.delay", "grpcretry.retry.delay_source")
 		needs(waits || decision == "budget_exhausted", "grpcretry.budget.balance")
 		needs(last, "grpcretry.attempt.max")
+		if decision == "committed" {
+			needs(true, "grpcretry.commit.cause")
+		}
 		needs(last && failed, "grpcretry.idempotency", "grpcretry.policy.source")
 		needs(last && number > 32, "grpcretry.attempt.dropped")
 		if !last {

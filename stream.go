@@ -1,0 +1,713 @@
+package grpcretry
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/connectivity"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/emptypb"
+)
+
+// commitCause says what tied a stream to its attempt; empty while nothing did.
+// It is what traces print.
+type commitCause string
+
+const (
+	causeHeader   commitCause = "header"           // the caller was given the header
+	causeMessage  commitCause = "message"          // the caller was given a message
+	causeEarly    commitCause = "early_answer"     // the server answered and ended while the caller was sending
+	causeOverflow commitCause = "replay_bytes"     // the caller sent more than Policy.ReplayBytes
+	causePrepared commitCause = "prepared_message" // the caller sent a grpc.PreparedMsg, which belongs to its attempt
+	causeNotProto commitCause = "not_proto"        // a message is none of protobuf's, so that it cannot be copied
+)
+
+// unreplayable tells the causes that lie in the messages.
+func (c commitCause) unreplayable() bool {
+	return c == causeOverflow || c == causePrepared || c == causeNotProto
+}
+
+// clientStream is a stream that can change to another attempt as long as its
+// caller was given nothing of the answer. Then it is committed, and SendMsg and
+// RecvMsg go straight to the stream of its attempt.
+//
+// There is one role: whoever holds it receives, owns call, and decides what
+// follows a failed attempt. RecvMsg takes it; so do SendMsg and Header where
+// they find the attempt ended and nobody receives. mu is held for a few
+// instructions only, never while something of grpc or the caller's runs.
+type clientStream struct {
+	// The attempt to which the stream sends and from which it receives, once
+	// that can be no other; nil before.
+	sends, receives atomic.Pointer[attempt]
+
+	desc       *grpc.StreamDesc
+	streamer   grpc.Streamer
+	fullMethod string
+
+	// These belong to the role.
+	call     call
+	deciding bool     // at work on call; a panic leaves it so
+	dog      watchdog // over RecvMsg
+
+	first, idle, half time.Duration // the policy's timeouts, those that apply; fixed once there is a stream
+
+	mu        sync.Mutex
+	cond      sync.Cond // broadcast at every change that somebody may wait for
+	cur       *attempt  // nil while there is none with a stream
+	settling  bool      // cur has ended or is nil, and it is being decided what follows
+	receiving bool      // somebody holds the role
+	headers   int       // callers in Header, who wait without the role
+	committed commitCause
+	resumable bool        // though committed, it may go on with another attempt
+	header    metadata.MD // that of the attempt which committed a resumable stream
+	log       replayLog
+	unwatch   func() bool // ends the watch over a caller whose attempt timed out
+	deserted  bool        // the call ended though nobody had asked for its status
+	over      bool        // the call has ended,
+	final     error       // with this; io.EOF is success
+}
+
+// attempt is one attempt of a stream.
+type attempt struct {
+	inner    grpc.ClientStream
+	ctx      context.Context
+	cancel   context.CancelFunc
+	answered bool          // its header came, or it ended; belongs to the role
+	replayed chan struct{} // closed when the replay is over; nil if there is none
+
+	// The stream's mu guards these.
+	next     int         // messages of the log that were handed to inner,
+	closed   bool        // and whether the half-close was
+	caughtUp bool        // all of it was, so that the caller sends by itself
+	broken   bool        // the replay came to its end before that
+	given    bool        // the caller was given something of it,
+	progress bool        // a message
+	gone     bool        // grpc ended it though nobody was waiting for that,
+	err      error       // with this
+	timedOut string      // the timeout by which we ended it
+	waiting  int         // callers in RecvMsg and Header, counted if half applies
+	limit    *time.Timer // half, from the half-close
+	expired  bool        // limit ran out while nobody waited
+}
+
+// StreamClientInterceptor returns the interceptor for streams of every kind. A
+// stream is retried, with all that was sent on it, until its caller is given
+// something of the answer: the header or a message, or the response of a
+// client-streaming call. Whoever installs it without [Retrier.DialOptions]
+// should give grpc.WithDisableRetry too.
+func (r *Retrier) StreamClientInterceptor() grpc.StreamClientInterceptor { return r.stream }
+
+func (r *Retrier) stream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, fullMethod string, streamer grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
+	s := &clientStream{desc: desc, streamer: streamer, fullMethod: fullMethod, receiving: true, settling: true}
+	s.cond.L = &s.mu
+	s.dog.stream = s
+	s.call.r, s.call.stream = r, s
+	c, err := s.call.begin(ctx, fullMethod, cc, opts)
+	if err != nil {
+		return nil, err
+	}
+	if c == nil {
+		return streamer(ctx, desc, cc, fullMethod, opts...)
+	}
+	defer s.leave()
+	if !s.open() {
+		return nil, s.final
+	}
+	return s, nil
+}
+
+// open makes attempts until one has a stream. It reports false if none came of
+// it and the call is over. The caller holds the role.
+func (s *clientStream) open() bool {
+	c := &s.call
+	s.deciding = true
+	for {
+		a := new(attempt)
+		ctx, opts := s.start(a)
+		inner, err := s.streamer(ctx, s.desc, c.cc, s.fullMethod, opts...)
+		if err == nil && inner == nil {
+			err = status.Error(codes.Internal, "grpcretry: an interceptor further in gave neither a stream nor an error")
+		}
+		if err == nil {
+			a.inner = inner
+			s.install(a)
+			return true
+		}
+		if !c.end(err) || !c.wait() {
+			s.conclude(err)
+			return false
+		}
+	}
+}
+
+// start is the call's, with an OnFinish that belongs to a.
+func (s *clientStream) start(a *attempt) (context.Context, []grpc.CallOption) {
+	c := &s.call
+	c.opened, c.answered, c.timedOut = false, false, false
+	p := newProbe()
+	p.option.OnFinish = func(err error) {
+		p.finish(err)
+		s.finished(a, err)
+	}
+	c.own = newDestinations(p)
+	ctx, opts := c.start()
+	a.ctx, a.cancel = ctx, c.cancel
+	return ctx, opts
+}
+
+// install makes a, which has just been opened, the stream's attempt.
+func (s *clientStream) install(a *attempt) {
+	c := &s.call
+	c.opened = true
+	c.consultResolver() // by now the ClientConn has its service config
+	s.deciding = false
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.log.limit == 0 {
+		s.configure()
+	}
+	s.cur, s.settling = a, false
+	s.cond.Broadcast()
+	if !c.repeatable() {
+		a.caughtUp = true // it was sent, so nothing will replace it, and nothing need be kept
+		s.sends.Store(a)
+		return
+	}
+	s.replay(a)
+}
+
+// configure takes from the policy what applies to a stream of this kind.
+func (s *clientStream) configure() {
+	p := s.call.policy
+	s.first, s.idle, s.log.limit = p.FirstResponseTimeout, p.IdleTimeout, p.ReplayBytes
+	if s.desc.ClientStreams && !s.desc.ServerStreams {
+		s.half = p.AttemptTimeout
+	}
+	s.resumable = s.call.resume != nil
+}
+
+// commit ties the stream to a, its present attempt. It requires mu.
+func (s *clientStream) commit(a *attempt, cause commitCause) {
+	a.given = a.given || !cause.unreplayable()
+	if s.committed == "" {
+		s.committed = cause
+		s.resumable = s.resumable && !cause.unreplayable() && s.call.resume.keep(s.log.messages)
+	}
+	if !s.resumable && s.idle == 0 && s.half == 0 { // else every RecvMsg takes the role
+		s.receives.Store(a)
+	}
+	if a.caughtUp {
+		s.sends.Store(a)
+		s.log.free()
+	}
+	s.cond.Broadcast()
+}
+
+// RecvMsg implements grpc.ClientStream.
+func (s *clientStream) RecvMsg(m any) error {
+	if a := s.receives.Load(); a != nil {
+		err := a.inner.RecvMsg(m)
+		if err == nil && s.desc.ServerStreams {
+			return nil
+		}
+		return s.ended(a, err)
+	}
+	s.enter()
+	defer s.leave()
+	if s.over {
+		return s.afterwards(m)
+	}
+	blank := blankOf(m)
+	for {
+		a := s.cur // which only the holder of the role changes
+		err := s.receive(a, m)
+		if err == nil && s.desc.ServerStreams {
+			s.deliver(a, m)
+			return nil
+		}
+		if !s.settle(a, err) {
+			return s.result(err)
+		}
+		reset(m, blank)
+	}
+}
+
+// receive reads a message from a, within the timeouts.
+func (s *clientStream) receive(a *attempt, m any) error {
+	if c := &s.call; c.resume != nil {
+		if err := c.resume.acceptsMessage(m); err != nil {
+			c.aborted = true
+			return err
+		}
+	}
+	if s.half > 0 {
+		s.await(a)
+		defer s.awaited(a)
+	}
+	if s.first > 0 && !a.answered {
+		s.dog.guard(a, s.first, "FirstResponseTimeout")
+		_, _ = a.inner.Header() // RecvMsg tells of a failure
+		s.dog.rest()
+		a.answered = true
+	}
+	if s.idle > 0 {
+		s.dog.guard(a, s.idle, "IdleTimeout")
+		defer s.dog.rest()
+	}
+	return a.inner.RecvMsg(m)
+}
+
+// deliver notes that the caller is given m.
+func (s *clientStream) deliver(a *attempt, m any) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a.progress = true
+	s.commit(a, causeMessage)
+	if s.resumable && !s.call.resume.delivered(m) {
+		s.committed, s.resumable = causeNotProto, false
+	}
+}
+
+// ended sees to the end of a stream that could have no other attempt any more.
+func (s *clientStream) ended(a *attempt, err error) error {
+	s.enter()
+	defer s.leave()
+	if !s.over {
+		s.settle(a, err)
+	}
+	return s.result(err)
+}
+
+// afterwards is RecvMsg where the call has ended. Where nobody had asked for
+// its status, there may be messages before that.
+func (s *clientStream) afterwards(m any) error {
+	if !s.deserted {
+		return s.final
+	}
+	return s.result(s.cur.inner.RecvMsg(m))
+}
+
+// result is what the caller is told when its attempt said err and the call is
+// over: an answer that arrived is not replaced by a later cancel.
+func (s *clientStream) result(err error) error {
+	switch {
+	case err == nil, isEOF(err):
+		return err
+	case s.deserted && statusOf(err).Code() != statusOf(s.final).Code():
+		return err
+	}
+	return s.final
+}
+
+// Header implements grpc.ClientStream. It waits without the role, so that it
+// may be called beside RecvMsg.
+func (s *clientStream) Header() (metadata.MD, error) {
+	for {
+		s.mu.Lock()
+		for s.settling && s.header == nil {
+			s.cond.Wait()
+		}
+		a, known, over := s.cur, s.header, s.over
+		if known != nil || over {
+			s.mu.Unlock()
+			if known != nil || a == nil {
+				return known, nil
+			}
+			return a.inner.Header()
+		}
+		s.headers++
+		s.mu.Unlock()
+
+		md, err := s.awaitHeader(a)
+
+		s.mu.Lock()
+		s.headers--
+		mine := s.cur == a && !s.settling
+		if mine && !s.over && md != nil {
+			s.commit(a, causeHeader)
+		}
+		tied := s.committed != ""
+		s.mu.Unlock()
+		s.desert()
+		switch {
+		case md != nil && mine:
+			return md, err
+		case md == nil && !tied:
+			s.settleUnasked(a)
+		case md == nil && !s.endHeaderless(a):
+			return nil, err
+		}
+	}
+}
+
+// endHeaderless sees to the end of a committed stream that Header found without
+// a header: grpc has ended it then, and its caller may never ask for more. It
+// reports whether the stream goes on with another attempt.
+func (s *clientStream) endHeaderless(a *attempt) bool {
+	s.enter()
+	defer s.leave()
+	p := s.call.dest.probe
+	if s.over || s.cur != a || !p.ended() {
+		return !s.over && s.cur != a
+	}
+	err := io.EOF
+	if failure := p.failure.Load(); failure != nil {
+		err = *failure
+	}
+	return s.settle(a, err)
+}
+
+// awaitHeader waits for a's header, within the timeouts.
+func (s *clientStream) awaitHeader(a *attempt) (metadata.MD, error) {
+	if s.half > 0 {
+		s.await(a)
+		defer s.awaited(a)
+	}
+	dog := &watchdog{stream: s}
+	switch {
+	case s.first > 0:
+		dog.guard(a, s.first, "FirstResponseTimeout")
+		defer dog.rest()
+	case s.idle > 0:
+		dog.guard(a, s.idle, "IdleTimeout")
+		defer dog.rest()
+	}
+	return a.inner.Header()
+}
+
+// Trailer implements grpc.ClientStream.
+func (s *clientStream) Trailer() metadata.MD {
+	if a := s.tied(); a != nil {
+		return a.inner.Trailer()
+	}
+	return nil
+}
+
+// Context implements grpc.ClientStream. Before the stream is committed it is
+// the call's, with what the attempt's knows beyond that.
+func (s *clientStream) Context() context.Context {
+	if a := s.tied(); a != nil {
+		return a.inner.Context()
+	}
+	return callContext{s.call.ctx, s}
+}
+
+// tied is the attempt that no other replaces any more; nil if there may be one.
+func (s *clientStream) tied() *attempt {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.committed == "" && !s.over {
+		return nil
+	}
+	return s.cur
+}
+
+// callContext is the context of a stream that is not committed. grpc finds in it
+// what it needs for [grpc.PreparedMsg.Encode].
+type callContext struct {
+	context.Context // the call's
+	stream          *clientStream
+}
+
+func (c callContext) Value(key any) any {
+	if v := c.Context.Value(key); v != nil {
+		return v
+	}
+	c.stream.mu.Lock()
+	a := c.stream.cur
+	c.stream.mu.Unlock()
+	if a == nil {
+		return nil
+	}
+	return a.inner.Context().Value(key)
+}
+
+// enter takes the role, leave gives it back.
+func (s *clientStream) enter() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for s.receiving {
+		s.cond.Wait()
+	}
+	s.receiving = true
+}
+
+func (s *clientStream) leave() {
+	if s.deciding { // a callback of the caller's panicked
+		s.call.close()
+		s.close(status.Error(codes.Internal, "grpcretry: the call panicked"))
+	}
+	s.mu.Lock()
+	s.receiving = false
+	s.cond.Broadcast()
+	s.mu.Unlock()
+	s.desert()
+}
+
+// settleUnasked sees to the end of a where it showed in SendMsg or Header: it
+// waits for who holds the role to do so, or takes the role. It returns when a
+// was replaced, the stream is committed or the call is over.
+func (s *clientStream) settleUnasked(a *attempt) {
+	s.mu.Lock()
+	for s.receiving && s.cur == a && s.committed == "" && !s.over {
+		s.cond.Wait()
+	}
+	mine := s.cur == a && s.committed == "" && !s.over
+	s.receiving = s.receiving || mine
+	s.mu.Unlock()
+	if !mine {
+		return
+	}
+	defer s.leave()
+	var err error
+	if md, _ := a.inner.Header(); md == nil {
+		err = a.inner.RecvMsg(new(emptypb.Empty))
+	}
+	if err == nil { // there is an answer, whose messages only the caller can read
+		s.mu.Lock()
+		s.commit(a, causeEarly)
+		s.mu.Unlock()
+		return
+	}
+	s.settle(a, err)
+}
+
+// settle sees to the end of a with err, decides what follows, and reports
+// whether another attempt took its place; if not, the call is over. The caller
+// holds the role.
+func (s *clientStream) settle(a *attempt, err error) bool {
+	s.mu.Lock()
+	s.settling = true
+	s.mu.Unlock()
+	s.deciding = true
+	a.cancel()
+	if a.replayed != nil {
+		<-a.replayed
+	}
+	s.look(a)
+	return s.decide(a, err)
+}
+
+// look learns from a's stream, which has ended, what grpc did not write to the
+// attempt's destinations, or not yet.
+func (s *clientStream) look(a *attempt) {
+	c := &s.call
+	if c.aborted {
+		return // it may not have ended
+	}
+	if !c.dest.probe.ended() {
+		c.dest = newDestinations(newProbe())
+		c.dest.probe.finish(nil) // nobody else has it
+		c.dest.trailer = a.inner.Trailer()
+		if p, ok := peer.FromContext(a.inner.Context()); ok {
+			c.dest.peer = *p
+		}
+	}
+	if c.dest.header == nil {
+		c.dest.header, _ = a.inner.Header()
+	}
+}
+
+// decide is settle, once there is nothing more to learn from a.
+func (s *clientStream) decide(a *attempt, err error) bool {
+	c := &s.call
+	if isEOF(err) {
+		err = nil
+	}
+	s.mu.Lock()
+	if a.timedOut != "" && c.ctx.Err() == nil && err != nil && statusOf(err).Code() == codes.Canceled {
+		err, c.timedOut = status.Error(codes.DeadlineExceeded, "grpcretry: attempt timed out: "+a.timedOut), true
+	}
+	if a.limit != nil {
+		a.limit.Stop()
+	}
+	c.committed, c.resumable, c.answered = s.committed, s.resumable, a.given
+	if a.progress {
+		c.progress()
+	}
+	s.mu.Unlock()
+	if !c.end(err) || !c.wait() {
+		s.conclude(err)
+		return false
+	}
+	s.mu.Lock()
+	s.cur = nil
+	if c.resumable && c.committed != "" {
+		if s.header == nil {
+			s.header = c.dest.header
+		}
+		s.log.restart(c.resume.following)
+	}
+	s.mu.Unlock()
+	return s.open()
+}
+
+// conclude ends the call with err, the last attempt's; nil is success.
+func (s *clientStream) conclude(err error) {
+	final := s.call.finish(err)
+	if final == nil {
+		final = io.EOF
+	}
+	s.call.close()
+	s.close(final)
+}
+
+// close lets everybody know that the call is over.
+func (s *clientStream) close(final error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.deciding = false
+	s.over, s.settling, s.final = true, false, final
+	s.log.free()
+	if s.unwatch != nil {
+		s.unwatch()
+	}
+	s.cond.Broadcast()
+}
+
+// finished is the OnFinish of a. Where grpc ended the attempt within a call of
+// ours, that sees to it when it returns; here it is the caller's context or
+// ClientConn that ended, perhaps with nobody left to notice.
+func (s *clientStream) finished(a *attempt, err error) {
+	if cc := s.call.cc; a.ctx.Err() == nil && (cc == nil || cc.GetState() != connectivity.Shutdown) {
+		return
+	}
+	s.mu.Lock()
+	a.gone, a.err = true, err
+	s.mu.Unlock()
+	s.desert()
+}
+
+// desert ends the call where its attempt is gone and nobody is there to notice.
+// It runs on whatever goroutine left last, so it waits for nothing.
+func (s *clientStream) desert() {
+	s.mu.Lock()
+	a := s.cur
+	if a == nil || !a.gone || s.over || s.receiving || s.headers > 0 {
+		s.mu.Unlock()
+		return
+	}
+	if a.timedOut != "" && s.call.ctx.Err() == nil {
+		// The timeout met the message that it was waiting for. The caller may come
+		// for the next one, or leave.
+		if s.unwatch == nil {
+			s.unwatch = context.AfterFunc(s.call.ctx, s.desert)
+		}
+		s.mu.Unlock()
+		return
+	}
+	s.receiving, s.settling, s.deserted = true, true, true
+	s.mu.Unlock()
+	s.deciding = true
+	defer s.leave()
+	a.cancel()
+	s.decide(a, a.err)
+}
+
+// halfClosed starts the timeout of a's response, which begins with the half-close.
+func (s *clientStream) halfClosed(a *attempt) {
+	if s.half == 0 {
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if a.limit == nil && s.cur == a && !s.settling && !s.over {
+		a.limit = time.AfterFunc(s.half, func() { s.expire(a) })
+	}
+}
+
+// expire ends a, whose response took too long, but only before the eyes of its
+// caller, who will then see to what follows.
+func (s *clientStream) expire(a *attempt) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a.expired = true
+	if a.waiting > 0 {
+		a.timeOut("no response within %v of the half-close (AttemptTimeout)", s.half)
+	}
+}
+
+// await and awaited bracket the time in which the caller waits for a.
+func (s *clientStream) await(a *attempt) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a.waiting++
+	if a.expired {
+		a.timeOut("no response within %v of the half-close (AttemptTimeout)", s.half)
+	}
+}
+
+func (s *clientStream) awaited(a *attempt) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a.waiting--
+}
+
+// timeOut ends the attempt. What had arrived by then is delivered all the same.
+// It requires mu.
+func (a *attempt) timeOut(format string, after time.Duration) {
+	if a.timedOut == "" {
+		a.timedOut = fmt.Sprintf(format, after)
+		a.cancel()
+	}
+}
+
+// watchdog ends an attempt whose caller waits too long. The zero value, with
+// its stream set, is at rest. One goroutine at a time uses it.
+type watchdog struct {
+	stream *clientStream
+	timer  *time.Timer
+
+	// The stream's mu guards these.
+	over  *attempt // nil: at rest
+	until moment
+	after time.Duration
+	what  string
+}
+
+// guard watches over a from now on, and rest ends that.
+func (w *watchdog) guard(a *attempt, after time.Duration, what string) {
+	w.stream.mu.Lock()
+	w.over, w.until, w.after, w.what = a, now()+moment(after), after, what
+	w.stream.mu.Unlock()
+	if w.timer == nil {
+		w.timer = time.AfterFunc(after, w.bark)
+	} else {
+		w.timer.Reset(after)
+	}
+}
+
+func (w *watchdog) rest() {
+	w.timer.Stop()
+	w.stream.mu.Lock()
+	w.over = nil
+	w.stream.mu.Unlock()
+}
+
+func (w *watchdog) bark() {
+	w.stream.mu.Lock()
+	defer w.stream.mu.Unlock()
+	if w.over != nil && now() >= w.until { // else it is late, and the timer runs for another wait
+		w.over.timeOut("nothing received within %v ("+w.what+")", w.after)
+	}
+}
+
+// fromServer reports whether the call is a server stream.
+func (s *clientStream) fromServer() bool {
+	return s != nil && s.desc.ServerStreams && !s.desc.ClientStreams
+}
+
+// isEOF reports whether a stream ended well, or takes no more. gRPC gives the
+// bare io.EOF, and code everywhere compares with that: one that is wrapped is
+// some other error.
+func isEOF(err error) bool {
+	return err == io.EOF //nolint:errorlint // see above
+}
