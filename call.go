@@ -127,7 +127,7 @@ type destinations struct {
 
 	opts   []grpc.CallOption
 	form   optionsForm
-	inline [8]grpc.CallOption
+	inline [6]grpc.CallOption // the attempt's own, and grpc.StaticMethod
 }
 
 // unwritten is what a peer destination holds before grpc writes to it. The zero
@@ -865,7 +865,7 @@ func (c *call) recycle() {
 		c.own = d
 	}
 	if c.attempts != nil {
-		clear(c.inline[:])
+		clear(c.inline[:min(len(c.attempts), len(c.inline))])
 	}
 	c.callState = callState{}
 	c.r.calls.Put(c)

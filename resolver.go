@@ -40,7 +40,7 @@ func (c *call) consultResolver() {
 	retry := mc.RetryPolicy
 	p := c.method.resolved.Load()
 	switch {
-	case retry == nil && !c.leftOut():
+	case retry == nil && (!c.method.resolver || !c.leftOut()): // it has nothing to say, or nothing that counts
 		return
 	case retry == nil:
 		p = &resolverPolicy{policy: Policy{MaxAttempts: 1, Timeout: c.method.configTimeout()}.withDefaults()}
