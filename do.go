@@ -69,16 +69,49 @@ func (r *Retrier) Do(ctx context.Context, name string, fn func(context.Context) 
 			return err
 		}
 	}
-	c, err := r.begin(ctx, name, nil, opts, true)
-	if err != nil {
-		return err
+	started, err, made := r.atOnce(ctx, name, fn, opts)
+	if made && err == nil {
+		return nil
+	}
+	c, fault := r.begin(ctx, name, nil, opts, true)
+	if fault != nil {
+		return fault
+	}
+	if made {
+		c.started = started
 	}
 	return c.run(func(ctx context.Context, _ []grpc.CallOption) error {
+		if made {
+			made = false
+			return err
+		}
 		if err := ctx.Err(); err != nil {
 			return err
 		}
 		return fn(ctx)
 	})
+}
+
+// atOnce makes the first attempt without a call, which costs as much as all the
+// rest, where nobody will ask for one unless the attempt fails. It reports whether
+// it did; an error is then for a call to deal with, as that of its first attempt.
+func (r *Retrier) atOnce(ctx context.Context, name string, fn func(context.Context) error, opts []grpc.CallOption) (started moment, err error, made bool) {
+	m := r.set.Load().lookup(name)
+	if len(opts) > 0 || len(r.hooks) > 0 || !m.plainWork || subtrees.Load() || ctx.Err() != nil {
+		return 0, nil, false
+	}
+	var t callTrace
+	if t.begin(ctx); t.recording {
+		return 0, nil, false
+	}
+	s := m.child.enter(r.targets.enter(m.work, nil))
+	defer s.Leave()
+	started = now()
+	if err = fn(ctx); err == nil {
+		s.Record(OutcomeOK)
+		r.metrics.attempt(ctx, m, codes.OK, ReasonSuccess)
+	}
+	return started, err, true
 }
 
 // DoValue is [Retrier.Do] for work that has a result: that of the attempt which

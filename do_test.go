@@ -472,15 +472,18 @@ func TestDoStopsWithItsCaller(t *testing.T) {
 func TestDoPanics(t *testing.T) {
 	for _, tt := range []struct {
 		name    string
+		timeout time.Duration
 		before  []error
 		balance float64
 	}{
-		{"in the first attempt", nil, 1},
-		{"in a retry", []error{errReset}, 0.9}, // what the retry took is not given back
+		{"in the first attempt", 0, nil, 1},
+		{"in a retry", 0, []error{errReset}, 0.9}, // what the retry took is not given back
+		{"in the first attempt, with a timeout", time.Minute, nil, 1},
+		{"in a retry, with a timeout", time.Minute, []error{errReset}, 0.9},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				r := newRetrier(t, everySecond(func(p *Policy) { p.Timeout = time.Minute }))
+				r := newRetrier(t, everySecond(func(p *Policy) { p.Timeout = tt.timeout }))
 				runs := 0
 				var inner context.Context
 				caught := func() (p any) {
@@ -500,7 +503,7 @@ func TestDoPanics(t *testing.T) {
 				if runs != len(tt.before)+1 {
 					t.Errorf("fn ran %d times, want %d", runs, len(tt.before)+1)
 				}
-				if inner.Err() == nil {
+				if tt.timeout > 0 && inner.Err() == nil {
 					t.Error("the attempt's context lives on")
 				}
 				if s := stateOf(t, r, "do:"+job); s.InFlight != 0 || s.Balance != tt.balance {
@@ -535,6 +538,40 @@ func TestDoBudgetPerName(t *testing.T) {
 		stateOf(t, r, "do:do/letters")
 		if s := stateOf(t, r, "do:"+job); s.Balance != 0 {
 			t.Errorf("balance %v of the job that fails, want 0", s.Balance)
+		}
+	})
+}
+
+// Nobody asked to be told, so the first attempt is made without more ado; yet when
+// it fails, the error must tell of it as of every other, the budget must count
+// the work once, and fn must not run once more for it.
+func TestDoUnobserved(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRetrier(t, everySecond(nil))
+		start := time.Now()
+		runs := 0
+		fn := func(context.Context) error { time.Sleep(300 * ms); runs++; return errReset }
+		err := r.Do(t.Context(), job, fn)
+		var e *Error
+		if !errors.As(err, &e) || runs != 4 || e.Made() != 4 || e.Reason != ReasonAttemptsExhausted {
+			t.Fatalf("%d runs, %v", runs, err)
+		}
+		at := time.Duration(0)
+		for i, a := range e.Attempts {
+			if a.Number != i+1 || a.Start.Sub(start) != at || a.Duration != 300*ms || a.Err != errReset || a.Method != "/"+job {
+				t.Errorf("attempt %+v, want number %d, %v after the start", a, i+1, at)
+			}
+			at += 300*ms + time.Second<<i
+		}
+		if s := stateOf(t, r, "do:"+job); s.InFlight != 0 || s.Tokens != 70-3*7 {
+			t.Errorf("the budget is left with %+v", s)
+		}
+		fn = func(context.Context) error { return nil }
+		if err := r.Do(t.Context(), job, fn); err != nil {
+			t.Error(err)
+		}
+		if s := stateOf(t, r, "do:"+job); s.InFlight != 0 || s.Tokens != 70-3*7+1 {
+			t.Errorf("after a success the budget is left with %+v", s)
 		}
 	})
 }

@@ -67,6 +67,7 @@ type method struct {
 	asked         string // as the caller spelled it: that of an RPC begins with a slash, that of work does not
 	work          string // the target of work of that name, see Do
 	misnamed      bool   // it is the name of neither
+	plainWork     bool   // work of that name needs no context of its own
 	policy        *Policy
 	source        Source
 	timeoutSource Source // of the policy's Timeout
@@ -295,6 +296,7 @@ func (s *policySet) resolve(fullMethod string) *method {
 	}
 	s.choosePolicy(m, service)
 	s.chooseIdempotency(m, service, named)
+	m.plainWork = m.work != "" && !m.misnamed && m.policy.Timeout == 0 && m.policy.AttemptTimeout == 0 && m.idempotency != Keyed
 	return m
 }
 
