@@ -675,6 +675,7 @@ func TestJitterContention(t *testing.T) {
 	}{
 		{"no backoff", none, 2423},
 		{"NoJitter", with(10, NoJitter), 1857},
+		{"AdditiveJitter", with(10, AdditiveJitter(10*time.Millisecond)), 0},
 		{"DecorrelatedJitter", with(5, DecorrelatedJitter), 1005},
 		{"ProportionalJitter", with(10, ProportionalJitter(0.2)), 0},
 		{"EqualJitter", with(10, EqualJitter), 810},
