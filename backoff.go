@@ -286,7 +286,9 @@ func ProportionalJitter(f float64) Jitter {
 
 // AdditiveJitter waits for the whole exponential delay, and up to d longer; d is
 // more than 0, and [New] refuses any other. It comes after the cap: a delay may
-// be as long as Max + d. With AdditiveJitter(100 * time.Millisecond):
+// be as long as Max + d. It spreads clients over d and no further, however often
+// they failed: a d that is short beside what they contend for helps little, and a
+// long one makes each of them wait. With AdditiveJitter(100 * time.Millisecond):
 //
 //	delay = exp + U(0, d)
 //
