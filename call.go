@@ -218,7 +218,7 @@ func (p *probe) proves(err error) bool {
 // onlyWraps reports whether err is cause with nothing but text around it.
 func onlyWraps(err, cause error) bool {
 	for ; err != nil; err = errors.Unwrap(err) {
-		if reflect.ValueOf(err).Comparable() && err == cause {
+		if reflect.ValueOf(err).Comparable() && err == cause { //nolint:errorlint // one layer after the other; errors.Is would also look into joined errors
 			return true
 		}
 	}

@@ -21,7 +21,7 @@ import (
 
 // invokeFake makes one call through r with an invoker in place of grpc; i
 // counts its runs from 0.
-func invokeFake(r *Retrier, ctx context.Context, method string, invoke func(i int) error, opts ...grpc.CallOption) error {
+func invokeFake(ctx context.Context, r *Retrier, method string, invoke func(i int) error, opts ...grpc.CallOption) error {
 	i := -1
 	return r.UnaryClientInterceptor()(ctx, method, &testpb.Request{}, &testpb.Response{}, nil,
 		func(context.Context, string, any, any, *grpc.ClientConn, ...grpc.CallOption) error {
@@ -235,7 +235,7 @@ func TestDelaysAreInRange(t *testing.T) {
 				got := make([]time.Duration, samples)
 				for i := range got {
 					var before time.Time
-					_ = invokeFake(r, t.Context(), get, func(n int) error {
+					_ = invokeFake(t.Context(), r, get, func(n int) error {
 						if n == test.retry {
 							got[i] = time.Since(before)
 						}
@@ -321,7 +321,7 @@ func TestThousandFailures(t *testing.T) {
 			parent, cancel := context.WithCancel(t.Context())
 			defer cancel()
 			var report Report
-			err := invokeFake(newRetrier(t, WithBudget(Unlimited()), long), parent, get, func(i int) error {
+			err := invokeFake(parent, newRetrier(t, WithBudget(Unlimited()), long), get, func(i int) error {
 				switch i {
 				case 50:
 					before = live()
@@ -417,7 +417,7 @@ func TestHooksAreTold(t *testing.T) {
 				if s := strings.Join(got, ", "); s != test.want {
 					t.Errorf("hooks: %s\nwant:  %s", s, test.want)
 				}
-				if told != err { //nolint:errorlint // the very same value
+				if told != err {
 					t.Errorf("CallEnd was told %v, the caller %v", told, err)
 				}
 			})
@@ -470,7 +470,7 @@ func TestPanicsPassThrough(t *testing.T) {
 							t.Errorf("recovered %v, want what was thrown", v)
 						}
 					}()
-					_ = invokeFake(r, t.Context(), get, test.invoke, options...)
+					_ = invokeFake(t.Context(), r, get, test.invoke, options...)
 					t.Error("no panic")
 				}()
 				if s := budget.state(); s.Tokens != 70 || s.InFlight != 0 || s.Granted != test.granted {
@@ -480,7 +480,7 @@ func TestPanicsPassThrough(t *testing.T) {
 					t.Errorf("OnFinish ran %d times, want once", finished)
 				}
 				// The Retrier goes on as before.
-				if err := invokeFake(newRetrier(t, WithBudget(budget)), t.Context(), get, succeed); err != nil || budget.state().InFlight != 0 {
+				if err := invokeFake(t.Context(), newRetrier(t, WithBudget(budget)), get, succeed); err != nil || budget.state().InFlight != 0 {
 					t.Errorf("the next call: %v, budget %+v", err, budget.state())
 				}
 			})

@@ -73,7 +73,7 @@ func (w *wanted) check(t *testing.T, err error, header, trailer []string, peer s
 			t.Errorf("peer %d is %q, want %q", i, got, peer)
 		}
 	}
-	if len(w.finished) != 2 || w.finished[0] != err || w.finished[1] != err { //nolint:errorlint // the very same value
+	if len(w.finished) != 2 || w.finished[0] != err || w.finished[1] != err {
 		t.Errorf("OnFinish ran with %v, want both once with %v", w.finished, err)
 	}
 }
@@ -228,7 +228,7 @@ func TestOnFinishRunsOnce(t *testing.T) {
 				_, err = unaryOf(testpb.NewTestServiceClient(cc), test.method)(t.Context(), &testpb.Request{},
 					append([]grpc.CallOption{note("a"), WithReport(&reports[0]), WithReport(nil), note("b"), WithReport(&reports[1])}, test.options...)...)
 				checkCode(t, err, test.code)
-				if !slices.Equal(order, []string{"a", "b"}) || got[0] != err || got[1] != err { //nolint:errorlint // the very same value
+				if !slices.Equal(order, []string{"a", "b"}) || got[0] != err || got[1] != err {
 					t.Errorf("OnFinish ran as %v with %v, want a and b with %v", order, got, err)
 				}
 				for i := range reports {
@@ -361,7 +361,6 @@ func TestReplyIsResetBetweenAttempts(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				//nolint:staticcheck // codecs of this kind are what users have
 				if err := cc.Invoke(t.Context(), get, &testpb.Request{}, test.reply, grpc.ForceCodec(merging{})); err != nil {
 					t.Fatal(err)
 				}
@@ -453,7 +452,7 @@ func TestOptionSliceIsNotWritten(t *testing.T) {
 		t.Cleanup(srv.Close)
 		// It appends to what it is given, without a copy, as many do.
 		appends := func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoker grpc.UnaryInvoker, opts ...grpc.CallOption) error {
-			a := append(opts, foreign{name: "a"}) //nolint:gocritic // the point
+			a := append(opts, foreign{name: "a"})
 			_ = append(opts, foreign{name: "b"})
 			if last := a[len(a)-1].(foreign).name; last != "a" {
 				t.Errorf("two appends met: a became %s", last)

@@ -91,7 +91,7 @@ func TestInnerInterceptors(t *testing.T) {
 			write: want{1, 1, ReasonNotIdempotent, codes.Unavailable},
 		},
 		"wraps as text": {
-			inner: func(a unaryAttempt) error { return fmt.Errorf("inner: %v", a.with()) }, //nolint:errorlint // the point
+			inner: func(a unaryAttempt) error { return fmt.Errorf("inner: %v", a.with()) },
 			read:  want{1, 1, ReasonNotRetryable, codes.Unknown},
 			write: want{1, 1, ReasonNotRetryable, codes.Unknown},
 		},

@@ -92,7 +92,7 @@ func TestUnsentIsRepeated(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer cc.Close() //nolint:errcheck // nothing was ever open
+			defer cc.Close()
 			var report Report
 			_, err = unaryOf(testpb.NewTestServiceClient(cc), method)(t.Context(), &testpb.Request{}, WithReport(&report))
 			checkCode(t, err, codes.Unavailable)
