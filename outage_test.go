@@ -10,6 +10,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
@@ -45,7 +47,10 @@ func clusterOf(t testing.TB, r *Retrier, n int, script func(int) testsrv.Script)
 	t.Helper()
 	cluster := testsrv.NewCluster(n, script)
 	t.Cleanup(cluster.Close)
-	cc, err := cluster.Dial(r.DialOptions()...)
+	// grpc draws its waits before it connects anew; here they are all alike, so
+	// that a server which is back is used at the same instant in every run.
+	steady := backoff.Config{BaseDelay: 100 * time.Millisecond, Multiplier: 1, MaxDelay: 100 * time.Millisecond}
+	cc, err := cluster.Dial(append(r.DialOptions(), grpc.WithConnectParams(grpc.ConnectParams{Backoff: steady}))...)
 	if err != nil {
 		t.Fatal(err)
 	}
