@@ -41,7 +41,7 @@ type call struct {
 	asked  string     // the name by which it was found
 	method *method
 	own    *destinations // of the latest attempt, if nobody can be writing to it any more
-	inline [2]Attempt
+	inline [3]Attempt    // MaxAttempts is 3 by default
 }
 
 // callState is what a call must not leave to the next one.
@@ -100,9 +100,10 @@ type callState struct {
 
 	attempts []Attempt // at most maxAttemptsKept
 	dropped  int
-	balance  float64 // the budget's, at the last decision
-	pending  bool    // the last attempt's event is not yet emitted
-	cut      error   // the context's error that ended a wait
+	balance  float64    // the budget's, at the last decision
+	pending  bool       // the last attempt's event is not yet emitted
+	cut      error      // the context's error that ended a wait
+	code     codes.Code // of the result
 	done     bool
 
 	succeeded bool // the latest attempt did
@@ -304,7 +305,7 @@ func (c *call) begin(ctx context.Context, fullMethod string, cc *grpc.ClientConn
 	if c.policy.Timeout > 0 {
 		c.due = earlier(c.due, c.started.time(time.Now()).Add(c.policy.Timeout))
 	}
-	c.trace.begin(ctx)
+	c.beginTrace()
 	c.observed = c.reports || len(r.hooks) > 0 || c.trace.recording
 	c.target = r.targets.enter(c.dialed(), cc) // last, because from here on the call must be closed
 	c.budget = c.method.child.enter(c.target)
@@ -776,6 +777,9 @@ func (c *call) finish(err error) error {
 	if (err != nil || c.number > 1) && c.within() != nil {
 		c.outside.note(c.result())
 	}
+	if err != nil {
+		c.code = statusOf(err).Code()
+	}
 	c.done = true
 	c.handOver(err)
 	for _, h := range c.r.hooks {
@@ -841,8 +845,10 @@ func (c *call) close() {
 			c.turnAway()
 			c.handOver(status.Error(codes.Internal, "grpcretry: the call panicked"))
 		}
+		c.endTrace(codes.Internal, true)
 		return
 	}
+	c.endTrace(c.code, false)
 	c.recycle()
 }
 

@@ -24,6 +24,8 @@ type Retrier struct {
 	logger            *slog.Logger // nil: slog.Default()
 	hooks             []Hooks
 	eventsOnlyOnRetry bool
+	callSpan          *callSpan // nil: none
+	eventSink         EventSink // nil: the span
 	metrics           *metrics
 }
 
@@ -38,7 +40,7 @@ func New(opts ...Option) (*Retrier, error) {
 	if err := c.faults.err(); err != nil {
 		return nil, err
 	}
-	r := &Retrier{logger: c.logger, hooks: c.hooks, eventsOnlyOnRetry: c.eventsOnlyOnRetry}
+	r := &Retrier{logger: c.logger, hooks: c.hooks, eventsOnlyOnRetry: c.eventsOnlyOnRetry, callSpan: c.callSpan, eventSink: c.eventSink}
 	r.set.Store(set)
 	r.targets.init(c.newBudget, r.logXDS)
 	r.targets.throttle(set.throttle())

@@ -2,9 +2,11 @@ package grpcretry
 
 import (
 	"context"
+	"net"
 	"testing"
 	"time"
 
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/peer"
@@ -14,7 +16,10 @@ import (
 
 // fakeInvoker answers in place of grpc: it shows a peer and ends the attempt, as
 // grpc does, and gives the errors in turn, over and over.
-func fakeInvoker(errs ...error) grpc.UnaryInvoker {
+func fakeInvoker(errs ...error) grpc.UnaryInvoker { return fakeInvokerAt(fakeAddr{}, errs...) }
+
+// fakeInvokerAt shows addr as the peer.
+func fakeInvokerAt(addr net.Addr, errs ...error) grpc.UnaryInvoker {
 	n := 0
 	return func(_ context.Context, _ string, _, _ any, _ *grpc.ClientConn, opts ...grpc.CallOption) error {
 		var err error
@@ -25,7 +30,7 @@ func fakeInvoker(errs ...error) grpc.UnaryInvoker {
 		for _, o := range opts {
 			switch o := o.(type) {
 			case grpc.PeerCallOption:
-				*o.PeerAddr = peer.Peer{Addr: fakeAddr{}}
+				*o.PeerAddr = peer.Peer{Addr: addr}
 			case grpc.OnFinishCallOption:
 				o.OnFinish(err)
 			}
@@ -67,5 +72,62 @@ func BenchmarkUnary(b *testing.B) {
 				}
 			}
 		})
+	}
+}
+
+// eventCost is a call that leaves events.
+type eventCost struct {
+	name      string
+	recording context.Context
+	events    int
+	call      func(context.Context)
+}
+
+// eventCosts are calls with every kind of event, on a span that is full, so that
+// its list of events does not grow any more.
+func eventCosts(t testing.TB) []eventCost {
+	down := status.Error(codes.Unavailable, "down")
+	missing := status.Error(codes.NotFound, "missing")
+	tcp := &net.TCPAddr{IP: net.IPv4(192, 0, 2, 1), Port: 443}
+	span := func() context.Context {
+		ctx, span := sdktrace.NewTracerProvider().Tracer("test").Start(t.Context(), "caller")
+		for range 200 {
+			span.AddEvent("earlier")
+		}
+		return ctx
+	}
+	cost := func(name string, events int, addr net.Addr, script ...error) eventCost {
+		u := newRetrier(t, WithBudget(Unlimited()), WithDefaultPolicy(Policy{
+			Idempotency: Idempotent, Backoff: Backoff{Func: func(int, time.Duration, Attempt) time.Duration { return 0 }},
+		})).UnaryClientInterceptor()
+		inv := fakeInvokerAt(addr, script...)
+		req, reply := &emptypb.Empty{}, &emptypb.Empty{}
+		return eventCost{name, span(), events, func(ctx context.Context) {
+			_ = u(ctx, get, req, reply, nil, inv)
+		}}
+	}
+	return []eventCost{
+		cost("ok", 1, tcp),
+		cost("ok/memory", 1, fakeAddr{}),
+		cost("not_retryable", 1, tcp, missing),
+		cost("retried", 3, tcp, down, down, nil),
+	}
+}
+
+// BenchmarkEvent is what recording spans add to a call; divide by the events
+// after subtracting the row without.
+func BenchmarkEvent(b *testing.B) {
+	for _, bm := range eventCosts(b) {
+		for _, row := range []struct {
+			name string
+			ctx  context.Context
+		}{{"none", b.Context()}, {"recording", bm.recording}} {
+			b.Run("call="+bm.name+"/span="+row.name, func(b *testing.B) {
+				b.ReportAllocs()
+				for b.Loop() {
+					bm.call(row.ctx)
+				}
+			})
+		}
 	}
 }

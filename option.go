@@ -31,6 +31,8 @@ type config struct {
 	logger            *slog.Logger
 	hooks             []Hooks
 	eventsOnlyOnRetry bool
+	callSpan          *callSpan
+	eventSink         EventSink
 	newMetrics        func(*Retrier) (*metrics, error) // nil: with the global MeterProvider
 
 	faults faults

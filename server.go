@@ -101,7 +101,11 @@ func StreamServerInterceptor(opts ...ServerOption) grpc.StreamServerInterceptor 
 // 0 for the first, and where the header is missing or malformed. It needs no
 // interceptor.
 func PreviousAttempts(ctx context.Context) int {
-	values := metadata.ValueFromIncomingContext(ctx, attemptsHeader)
+	return previousOf(metadata.ValueFromIncomingContext(ctx, attemptsHeader))
+}
+
+// previousOf reads the values of the attempt header.
+func previousOf(values []string) int {
 	if len(values) != 1 {
 		return 0
 	}
