@@ -326,6 +326,86 @@ func TestCallSpanOfWork(t *testing.T) {
 	})
 }
 
+// A stream that changes to other attempts is one call all the same, also for
+// whoever asks it for its context, and though the caller's span has ended.
+func TestCallSpanOfStream(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		tp := newEndings()
+		var attempts []trace.SpanContext
+		_, cc := serveStreams(t, newRetrier(t, exactly(nil), WithCallSpan(tp)), testsrv.Script{list: refusing(2, codes.Unavailable).ThenOK()},
+			grpc.WithChainStreamInterceptor(func(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, streamer grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
+				attempts = append(attempts, trace.SpanContextFromContext(ctx))
+				return streamer(ctx, desc, cc, method, opts...)
+			}))
+		ctx, endCaller := tracedSpan(t.Context())
+		stream := open(t, ctx, cc, list)
+		endCaller()
+		if got := trace.SpanContextFromContext(stream.Context()); !got.Equal(attempts[0]) {
+			t.Errorf("the stream's context has the span %v, want %v", got, attempts[0])
+		}
+		send(t, stream, 1)
+		closeSend(t, stream)
+		for range 3 {
+			recv(t, stream)
+		}
+		if n := tp.ends.Load(); n != 0 {
+			t.Errorf("the span was ended %d times before the stream was", n)
+		}
+		if err := end(t, stream); err != nil {
+			t.Fatal(err)
+		}
+		span := tp.one(t)
+		checkCallSpan(t, span, list[1:], "OK", "", 3)
+		if got := strings.Join(decisions(eventsOf(t, span)), " "); got != "retry retry success" {
+			t.Errorf("events %q", got)
+		}
+		for _, a := range attempts {
+			if a.SpanID() != span.SpanContext().SpanID() {
+				t.Errorf("an attempt is below %v", a)
+			}
+		}
+		if len(attempts) != 3 {
+			t.Errorf("%d attempts, want 3", len(attempts))
+		}
+	})
+}
+
+// A callback of the user's that panics must not leave the span open.
+func TestCallSpanOfStreamThatPanics(t *testing.T) {
+	panics := func() { panic("boom") }
+	for name, hooks := range map[string]Hooks{
+		"AttemptEnd":     {AttemptEnd: func(context.Context, Attempt) { panics() }},
+		"RetryScheduled": {RetryScheduled: func(context.Context, Attempt) { panics() }},
+		"CallEnd":        {CallEnd: func(context.Context, Report, any, error) { panics() }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				tp := newEndings()
+				_, cc := serveStreams(t, newRetrier(t, exactly(nil), WithCallSpan(tp), WithHooks(hooks)), testsrv.Script{list: refusing(1, codes.Unavailable).ThenOK()})
+				ctx, cancel := context.WithCancel(t.Context())
+				defer cancel()
+				stream := open(t, ctx, cc, list)
+				send(t, stream, 1)
+				closeSend(t, stream)
+				func() {
+					defer func() {
+						if recover() == nil {
+							t.Error("no panic")
+						}
+					}()
+					for stream.RecvMsg(new(testpb.Response)) == nil {
+					}
+				}()
+				cancel()
+				synctest.Wait()
+				if span := tp.one(t); (span.Status().Code == otelcodes.Error) != (name != "CallEnd") {
+					t.Errorf("status %v", span.Status())
+				}
+			})
+		})
+	}
+}
+
 // What is passed through, or refused before it begins, has no span.
 func TestCallSpanOnlyWhereThereIsACall(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -880,15 +880,16 @@ func TestStreamEndings(t *testing.T) {
 				synctest.Test(t, func(t *testing.T) {
 					budget := newBudget(t)
 					ended := 0
-					r := newRetrier(t, exactly(nil), WithBudget(budget), WithHooks(Hooks{
+					spans := newEndings()
+					r := newRetrier(t, exactly(nil), WithBudget(budget), WithCallSpan(spans), WithHooks(Hooks{
 						CallEnd: func(context.Context, Report, any, error) { ended++ },
 					}))
 					srv, cc := serveStreams(t, r, testsrv.Script{method: testsrv.Sequence{test.step}})
 					if test.refuse {
 						srv.Kill()
 					}
-					ctx, events := traced(t, t.Context())
-					ctx, cancel := context.WithCancel(ctx)
+					start := time.Now()
+					ctx, cancel := context.WithCancel(t.Context())
 					defer cancel()
 					var report Report
 					var finished []error
@@ -915,7 +916,20 @@ func TestStreamEndings(t *testing.T) {
 					if n := srv.Running(); n != 0 {
 						t.Errorf("%d handlers run on", n)
 					}
-					all := events()
+					span := spans.one(t)
+					last := report.Attempts[len(report.Attempts)-1]
+					code, errorType := codeName(last.Code), ""
+					if report.Reason == ReasonParentDone || report.Reason == ReasonClosed {
+						code = "CANCELLED"
+					}
+					if code != "OK" {
+						errorType = code
+					}
+					checkCallSpan(t, span, method[1:], code, errorType, report.Made())
+					if !span.StartTime().Equal(start) || !span.EndTime().Equal(time.Now()) {
+						t.Errorf("the span lasts from %v to %v, want %v to %v, when the stream ended", span.StartTime(), span.EndTime(), start, time.Now())
+					}
+					all := eventsOf(t, span)
 					if len(all) != report.Made() || all[len(all)-1]["grpcretry.attempt.decision"] != report.Reason.String() {
 						t.Errorf("events %v, want one for each of %d attempts, the last saying %v", decisions(all), report.Made(), report.Reason)
 					}
