@@ -100,8 +100,7 @@ func (r *Retrier) atOnce(ctx context.Context, name string, fn func(context.Conte
 	if len(opts) > 0 || len(r.hooks) > 0 || !m.plainWork || subtrees.Load() || ctx.Err() != nil {
 		return 0, nil, false
 	}
-	var t callTrace
-	if t.begin(ctx); t.recording {
+	if r.traces(ctx) {
 		return 0, nil, false
 	}
 	s := m.child.enter(r.targets.enter(m.work, nil))

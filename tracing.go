@@ -137,6 +137,11 @@ type callTrace struct {
 	recording bool
 }
 
+// traces reports whether a call with ctx may leave a span or events.
+func (r *Retrier) traces(ctx context.Context) bool {
+	return r.callSpan != nil || r.eventSink != nil || trace.SpanFromContext(ctx).IsRecording()
+}
+
 // beginTrace takes the span. Nothing is built later if it does not record.
 func (c *call) beginTrace() {
 	t := &c.trace
