@@ -93,11 +93,11 @@ func (o resumeOption) acceptsMessage(m any) error {
 }
 
 // keep keeps the first request, and reports whether there is one.
-func (r *resumption) keep(sent []proto.Message) bool {
-	if len(sent) == 0 {
+func (r *resumption) keep(sent *replayLog) bool {
+	if len(sent.entries) == 0 {
 		return false
 	}
-	r.first = sent[0]
+	r.first = sent.message(0)
 	return true
 }
 

@@ -199,7 +199,7 @@ func (s *clientStream) commit(a *attempt, cause commitCause) {
 	a.given = a.given || !cause.unreplayable()
 	if s.committed == "" {
 		s.committed = cause
-		s.resumable = s.resumable && !cause.unreplayable() && s.call.resume.keep(s.log.messages)
+		s.resumable = s.resumable && !cause.unreplayable() && s.call.resume.keep(&s.log)
 	}
 	if !s.resumable && s.idle == 0 && s.half == 0 { // else every RecvMsg takes the role
 		s.receives.Store(a)
