@@ -529,7 +529,8 @@ func (s *clientStream) decide(a *attempt, err error) bool {
 	if a.limit != nil {
 		a.limit.Stop()
 	}
-	c.committed, c.resumable, c.answered = s.committed, s.resumable, a.given
+	c.committed, c.answered = s.committed, a.given
+	c.resumable = s.resumable || c.resume != nil && !c.repeatable() // the ladder has a better word than committed
 	if a.progress {
 		c.progress()
 	}
