@@ -10,6 +10,7 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"io"
 	"math/big"
 	"net"
 	"os"
@@ -54,7 +55,30 @@ type fault struct {
 	code     codes.Code // of the first attempt
 	evidence Evidence   // of the first attempt
 	bubble   bool       // needs virtual time, so not over TCP
+	unary    bool       // has no counterpart among streams, whose own timeouts begin with the wait for an answer
 }
+
+// kind is a method by which a fault is met.
+type kind struct {
+	method     string
+	desc       *grpc.StreamDesc // nil: unary
+	idempotent bool
+}
+
+var (
+	unaryKinds = []kind{{method: write}, {method: put, idempotent: true}}
+
+	serverStream = &grpc.StreamDesc{ServerStreams: true}
+	bothStreams  = &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}
+	streamKinds  = []kind{
+		{method: testpb.TestService_Take_FullMethodName, desc: serverStream},
+		{method: testpb.TestService_List_FullMethodName, desc: serverStream, idempotent: true},
+		{method: testpb.TestService_Chat_FullMethodName, desc: bothStreams},
+		{method: testpb.TestService_Sync_FullMethodName, desc: bothStreams, idempotent: true},
+	}
+)
+
+func (k kind) String() string { return k.method[strings.LastIndexByte(k.method, '/')+1:] }
 
 // world is what one call meets.
 type world struct {
@@ -100,12 +124,9 @@ func TestFaults(t *testing.T) {
 		seen[f.name] = true
 		var cells [4]sight
 		for i := range cells {
-			method, every := write, i%2 == 1
-			if i >= 2 {
-				method = put
-			}
-			t.Run(fmt.Sprintf("%s/%s/every=%t", f.name, method[len("/testsrv.v1.TestService/"):], every), func(t *testing.T) {
-				synctest.Test(t, func(t *testing.T) { cells[i] = f.meet(t, method, every, false) })
+			k, every := unaryKinds[i/2], i%2 == 1
+			t.Run(fmt.Sprintf("%s/%v/every=%t", f.name, k, every), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) { cells[i] = f.meet(t, k, every, false) })
 			})
 		}
 		if f.group != group {
@@ -136,6 +157,35 @@ func (s sight) told() string {
 	return s.evidence.String()
 }
 
+// Streams meet the same faults. They have more ways to learn of one, and a
+// header of the server's tells them more; what they may not do is the same.
+func TestFaultsOfStreams(t *testing.T) {
+	var table strings.Builder
+	table.WriteString("| fault | code | evidence | server stream | idempotent server stream | both ways | idempotent both ways | writes repeated | resent by grpc |\n|---|---|---|---|---|---|---|---|---|\n")
+	rows := 0
+	for _, f := range faultRows() {
+		if f.unary {
+			continue
+		}
+		rows++
+		var cells [4]sight
+		for i, k := range streamKinds {
+			t.Run(fmt.Sprintf("%s/%v", f.name, k), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) { cells[i] = f.meet(t, k, true, false) })
+			})
+		}
+		fmt.Fprintf(&table, "| %s | %s | %s |", f.name, codeName(cells[0].code), cells[0].told())
+		for _, c := range cells {
+			fmt.Fprintf(&table, " %v: %d/%d |", c.reason, c.processed, c.attempts)
+		}
+		fmt.Fprintf(&table, " %d | %d |\n", cells[0].repeated+cells[2].repeated, cells[0].resent)
+	}
+	if t.Failed() {
+		return
+	}
+	checkGenerated(t, faultsPage, "streams", fmt.Sprintf("%d faults.\n\n%s", rows, table.String()))
+}
+
 // TestFaultsOnLoopback shows the same faults over a real network stack, where
 // frames can be split and merged and a closed connection is noticed late.
 func TestFaultsOnLoopback(t *testing.T) {
@@ -143,16 +193,14 @@ func TestFaultsOnLoopback(t *testing.T) {
 		if f.raw == nil || f.bubble {
 			continue
 		}
-		for _, method := range []string{write, put} {
-			t.Run(f.name+"/"+method[len("/testsrv.v1.TestService/"):], func(t *testing.T) {
-				f.meet(t, method, true, true)
-			})
+		for _, k := range slices.Concat(unaryKinds, streamKinds) {
+			t.Run(fmt.Sprintf("%s/%v", f.name, k), func(t *testing.T) { f.meet(t, k, true, true) })
 		}
 	}
 }
 
 // meet makes the call and checks what must hold for every fault.
-func (f *fault) meet(t *testing.T, method string, every, tcp bool) sight {
+func (f *fault) meet(t *testing.T, k kind, every, tcp bool) sight {
 	p := Policy{MaxAttempts: 3, Backoff: Backoff{Base: 100 * time.Millisecond, Jitter: NoJitter}}
 	if tcp {
 		p.Backoff.Base = time.Millisecond
@@ -181,7 +229,9 @@ func (f *fault) meet(t *testing.T, method string, every, tcp bool) sight {
 
 	var report Report
 	ctx, events := traced(t, w.ctx)
-	err := w.cc.Invoke(ctx, method, w.request, new(testpb.Response), append(w.opts, WithReport(&report))...)
+	ctx, done := context.WithCancel(ctx)
+	err := w.invoke(ctx, k, append(w.opts, WithReport(&report))...)
+	done()
 	if !tcp {
 		synctest.Wait()
 	}
@@ -193,11 +243,10 @@ func (f *fault) meet(t *testing.T, method string, every, tcp bool) sight {
 	arrivals := w.arrived()[w.earlier:]
 	s.count(arrivals)
 
-	if first.Code != f.code || first.Evidence != f.evidence {
+	if k.desc == nil && (first.Code != f.code || first.Evidence != f.evidence) {
 		t.Errorf("attempt 1: %v, %v (%v), want %v, %v", codeName(first.Code), first.Evidence, first.Err, codeName(f.code), f.evidence)
 	}
-	idempotent := method == put
-	if s.repeated > 0 && !idempotent {
+	if s.repeated > 0 && !k.idempotent {
 		t.Errorf("a write was processed again by another attempt: %+v", arrivals)
 	}
 	for i, e := range events() {
@@ -208,7 +257,7 @@ func (f *fault) meet(t *testing.T, method string, every, tcp bool) sight {
 		if got, want := e["grpcretry.attempt.sent"], a.Evidence.String(); a.Err != nil && got != want {
 			t.Errorf("attempt %d: the event says %v, the report %v", a.Number, got, want)
 		}
-		if last := i == len(report.Attempts)-1; !last && !idempotent && a.Evidence != Unsent {
+		if last := i == len(report.Attempts)-1; !last && !k.idempotent && a.Evidence != Unsent {
 			t.Errorf("attempt %d of a write was followed by another though it was %v (%v)", a.Number, a.Evidence, a.Err)
 		}
 		if a.Evidence == Unsent && slices.ContainsFunc(arrivals, func(x arrival) bool { return x.attempt == attemptHeader(a.Number) }) {
@@ -216,6 +265,30 @@ func (f *fault) meet(t *testing.T, method string, every, tcp bool) sight {
 		}
 	}
 	return s
+}
+
+// invoke makes the call: one request, and all there is of an answer.
+func (w *world) invoke(ctx context.Context, k kind, opts ...grpc.CallOption) error {
+	if k.desc == nil {
+		return w.cc.Invoke(ctx, k.method, w.request, new(testpb.Response), opts...)
+	}
+	stream, err := w.cc.NewStream(ctx, k.desc, k.method, opts...)
+	if err != nil {
+		return err
+	}
+	if err := stream.SendMsg(w.request); err != nil && err != io.EOF {
+		return err
+	}
+	if err := stream.CloseSend(); err != nil {
+		return err
+	}
+	for {
+		if err := stream.RecvMsg(new(testpb.Response)); err == io.EOF {
+			return nil
+		} else if err != nil {
+			return err
+		}
+	}
 }
 
 func attemptHeader(number int) string {
@@ -305,7 +378,7 @@ func (w *world) warmUp(methods ...string) {
 }
 
 func (w *world) attemptTimeout(d time.Duration) {
-	w.opts = append(w.opts, WithCallPolicy(func(p *Policy) { p.AttemptTimeout = d }))
+	w.opts = append(w.opts, WithCallPolicy(func(p *Policy) { p.AttemptTimeout, p.FirstResponseTimeout = d, d }))
 }
 
 // frames is one reaction, to every stream.
@@ -510,7 +583,7 @@ func unsentFaults() []fault {
 			w.attemptTimeout(time.Second)
 			w.scripted(testsrv.Sequence{}).Kill()
 		}, code: codes.DeadlineExceeded, evidence: Unsent},
-		{group: group, name: "no more streams allowed (MAX_CONCURRENT_STREAMS 0), attempt times out", raw: frames(answer()...),
+		{group: group, unary: true, name: "no more streams allowed (MAX_CONCURRENT_STREAMS 0), attempt times out", raw: frames(answer()...),
 			rawOpts: []testsrv.RawOption{testsrv.RawSettings(http2.Setting{ID: http2.SettingMaxConcurrentStreams, Val: 0})},
 			setup:   func(w *world) { w.attemptTimeout(time.Second) }, bubble: true, code: codes.DeadlineExceeded, evidence: Unsent},
 		{group: group, name: "name resolution fails", setup: resolve(brokenResolver{}), code: codes.Unavailable, evidence: Unsent},
@@ -533,7 +606,7 @@ func unsentFaults() []fault {
 		{group: group, name: "call credentials fail with UNAUTHENTICATED", setup: option(grpc.PerRPCCredentials(callCredentials{err: status.Error(codes.Unauthenticated, "token expired")})), code: codes.Unauthenticated, evidence: Unsent},
 		{group: group, name: "call credentials fail with DEADLINE_EXCEEDED", setup: option(grpc.PerRPCCredentials(callCredentials{err: status.Error(codes.DeadlineExceeded, "token service slow")})), code: codes.DeadlineExceeded},
 		{group: group, name: "call credentials fail with a code they may not use", setup: option(grpc.PerRPCCredentials(callCredentials{err: status.Error(codes.NotFound, "no such user")})), code: codes.Internal},
-		{group: group, name: "call credentials block until the attempt times out", setup: func(w *world) {
+		{group: group, unary: true, name: "call credentials block until the attempt times out", setup: func(w *world) {
 			w.attemptTimeout(time.Second)
 			option(grpc.PerRPCCredentials(callCredentials{block: true}))(w)
 		}, code: codes.DeadlineExceeded, evidence: Unsent},
@@ -576,12 +649,12 @@ func lookalikes() []fault {
 		return s
 	}
 	return []fault{
-		{group: group, name: "a middle tier sends a header, then forwards the text of a REFUSED_STREAM", setup: forwarded(header, "stream terminated by RST_STREAM with error code: REFUSED_STREAM"), code: codes.Unavailable, evidence: Refused},
-		{group: group, name: "a middle tier sends a header, then forwards the text of a drain", setup: forwarded(header, "the connection is draining"), code: codes.Unavailable, evidence: Refused},
-		{group: group, name: "a middle tier forwards the text of a REFUSED_STREAM", setup: forwarded(testsrv.Step{}, "stream terminated by RST_STREAM with error code: REFUSED_STREAM"), code: codes.Unavailable, evidence: Answered},
-		{group: group, name: "a middle tier forwards the text of a refused connection", setup: forwarded(testsrv.Step{}, `connection error: desc = "transport: Error while dialing: dial tcp 127.0.0.1:1: connect: connection refused"`), code: codes.Unavailable, evidence: Answered},
-		{group: group, name: "a middle tier sends a header, then forwards the text of a refused connection", setup: forwarded(header, `connection error: desc = "transport: Error while dialing: dial tcp 127.0.0.1:1: connect: connection refused"`), code: codes.Unavailable},
-		{group: group, name: "a middle tier forwards \"RPC is dropped\"", setup: forwarded(header, "RPC is dropped"), code: codes.Unavailable},
+		{group: group, unary: true, name: "a middle tier sends a header, then forwards the text of a REFUSED_STREAM", setup: forwarded(header, "stream terminated by RST_STREAM with error code: REFUSED_STREAM"), code: codes.Unavailable, evidence: Refused},
+		{group: group, unary: true, name: "a middle tier sends a header, then forwards the text of a drain", setup: forwarded(header, "the connection is draining"), code: codes.Unavailable, evidence: Refused},
+		{group: group, unary: true, name: "a middle tier forwards the text of a REFUSED_STREAM", setup: forwarded(testsrv.Step{}, "stream terminated by RST_STREAM with error code: REFUSED_STREAM"), code: codes.Unavailable, evidence: Answered},
+		{group: group, unary: true, name: "a middle tier forwards the text of a refused connection", setup: forwarded(testsrv.Step{}, `connection error: desc = "transport: Error while dialing: dial tcp 127.0.0.1:1: connect: connection refused"`), code: codes.Unavailable, evidence: Answered},
+		{group: group, unary: true, name: "a middle tier sends a header, then forwards the text of a refused connection", setup: forwarded(header, `connection error: desc = "transport: Error while dialing: dial tcp 127.0.0.1:1: connect: connection refused"`), code: codes.Unavailable},
+		{group: group, unary: true, name: "a middle tier forwards \"RPC is dropped\"", setup: forwarded(header, "RPC is dropped"), code: codes.Unavailable},
 		{group: group, name: "the server sends a header, then CANCELLED", setup: func(w *world) { w.scripted(testsrv.Sequence{fail(codes.Canceled)}) }, code: codes.Canceled},
 		{group: group, name: "the server sends a header, then UNAVAILABLE", setup: func(w *world) { w.scripted(testsrv.Sequence{fail(codes.Unavailable)}) }, code: codes.Unavailable},
 		{group: group, name: "the server sends a header, then UNAUTHENTICATED", setup: func(w *world) { w.scripted(testsrv.Sequence{fail(codes.Unauthenticated)}) }, code: codes.Unauthenticated},
@@ -591,29 +664,27 @@ func lookalikes() []fault {
 		}, code: codes.Unavailable, evidence: Answered},
 		{group: group, name: "the server itself says CANCELLED", setup: func(w *world) { w.scripted(testsrv.Fail(1, codes.Canceled)) }, code: codes.Canceled, evidence: Answered},
 		{group: group, name: "the server itself says DEADLINE_EXCEEDED at once", setup: func(w *world) { w.scripted(testsrv.Fail(1, codes.DeadlineExceeded)) }, code: codes.DeadlineExceeded, evidence: Answered},
-		{group: group, name: "the handler blocks until the attempt times out", setup: func(w *world) {
-			w.attemptTimeout(time.Second)
-			w.scripted(testsrv.Sequence{{Block: true}})
-		}, code: codes.DeadlineExceeded},
-		{group: group, name: "the handler blocks until the caller's deadline", setup: func(w *world) {
+		// A real server ends the call at the same moment as the client does, and whoever is first decides the evidence.
+		{group: group, name: "no answer until the attempt times out", raw: frames(testsrv.Process()),
+			setup: func(w *world) { w.attemptTimeout(time.Second) }, bubble: true, code: codes.DeadlineExceeded},
+		{group: group, name: "no answer until the caller's deadline", raw: frames(testsrv.Process()), setup: func(w *world) {
 			ctx, cancel := context.WithTimeout(w.ctx, time.Second)
 			w.t.Cleanup(cancel)
 			w.ctx = ctx
-			w.scripted(testsrv.Sequence{{Block: true}})
-		}, code: codes.DeadlineExceeded},
+		}, bubble: true, code: codes.DeadlineExceeded},
 		{group: group, name: "ClientConn closed while the handler works", setup: func(w *world) {
 			w.scripted(testsrv.Func(func(int, testsrv.Attempt) testsrv.Step { w.cc.Close(); return testsrv.Step{Block: true} }))
 		}, code: codes.Canceled},
-		{group: group, name: "an interceptor further in loses the call options, the connection is cut", setup: func(w *world) {
+		{group: group, unary: true, name: "an interceptor further in loses the call options, the connection is cut", setup: func(w *world) {
 			w.dial = append(w.dial, grpc.WithChainUnaryInterceptor(dropOptions(1)))
 			w.scripted(testsrv.Sequence{{Cut: true}})
 		}, code: codes.Unavailable},
-		{group: group, name: "an interceptor further in loses the call options after a call that had them, the connection is cut", setup: func(w *world) {
+		{group: group, unary: true, name: "an interceptor further in loses the call options after a call that had them, the connection is cut", setup: func(w *world) {
 			w.dial = append(w.dial, grpc.WithChainUnaryInterceptor(dropOptions(2)))
 			w.scripted(testsrv.Sequence{{}, {Cut: true}})
 			w.warmUp(write, put)
 		}, code: codes.Unavailable},
-		{group: group, name: "an interceptor further in answers UNAVAILABLE itself after it made the call", setup: func(w *world) {
+		{group: group, unary: true, name: "an interceptor further in answers UNAVAILABLE itself after it made the call", setup: func(w *world) {
 			w.dial = append(w.dial, grpc.WithChainUnaryInterceptor(func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, _ ...grpc.CallOption) error {
 				if err := invoke(ctx, method, req, reply, cc); err != nil {
 					return err

@@ -87,8 +87,11 @@ func (f *fault) meet(ctx context.Context) (string, error) {
 		return "", fmt.Errorf("a write was processed by %d attempts more than one", w.repeated)
 	}
 	evidence := w.first.Evidence.String()
-	if w.first.Err == nil {
+	switch {
+	case w.first.Err == nil:
 		evidence = "-"
+	case f.attemptTimeout > 0 && w.first.Evidence != grpcretry.Unsent:
+		evidence = "ambiguous or answered" // the server keeps the same time, and may be the first to say so
 	}
 	return fmt.Sprintf("| %s | %v | %s | %s | %s | %d | %d |\n", f.name, w.first.Code, evidence, w.cell(), p.cell(), w.repeated, w.resent), nil
 }
