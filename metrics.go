@@ -3,6 +3,7 @@ package grpcretry
 import (
 	"context"
 	"runtime"
+	"sync"
 	"sync/atomic"
 	"time"
 	"weak"
@@ -19,8 +20,8 @@ const (
 	keyBudget = attribute.Key("grpcretry.budget.name")
 )
 
-// otherMethod stands for all methods beyond those that a Retrier keeps apart,
-// so that the number of series stays bounded.
+// otherMethod stands for all methods, and budgets, beyond those that a Retrier
+// keeps apart, so that the number of series stays bounded.
 const otherMethod = "_OTHER"
 
 // retryBounds are the buckets of retries and hedges, as in gRFC A96.
@@ -104,8 +105,13 @@ func newMetrics(provider metric.MeterProvider, r *Retrier) (*metrics, error) {
 	return m, f.err()
 }
 
+// maxBudgetsObserved bounds the series of the budgets' balance. A program that
+// dials more targets than that, such as a proxy, has one series for the rest.
+const maxBudgetsObserved = 64
+
 // observeBalance reports each budget's balance at every collection, for as
-// long as the Retrier is in use: the meter must not keep it alive.
+// long as the Retrier is in use: the meter must not keep it alive. Those beyond
+// the first maxBudgetsObserved that were seen are one, with the lowest balance.
 func observeBalance(meter metric.Meter, r *Retrier) error {
 	const name = "grpcretry.client.budget.balance"
 	gauge, err := meter.Float64ObservableGauge(name, metric.WithUnit("1"),
@@ -114,13 +120,31 @@ func observeBalance(meter metric.Meter, r *Retrier) error {
 		return err
 	}
 	kept := weak.Make(r)
+	var mu sync.Mutex // there may be several readers
+	named := map[string]metric.ObserveOption{}
 	registration, err := meter.RegisterCallback(func(_ context.Context, o metric.Observer) error {
 		r := kept.Value()
 		if r == nil {
 			return nil
 		}
+		mu.Lock()
+		defer mu.Unlock()
+		others, lowest := false, 1.0
 		for _, b := range r.Budgets() {
-			o.ObserveFloat64(gauge, b.Balance, metric.WithAttributes(keyBudget.String(b.Target+b.Method)))
+			name := b.Target + b.Method
+			set, ok := named[name]
+			if !ok && len(named) < maxBudgetsObserved {
+				set = metric.WithAttributeSet(attribute.NewSet(keyBudget.String(name)))
+				named[name], ok = set, true
+			}
+			if ok {
+				o.ObserveFloat64(gauge, b.Balance, set)
+			} else {
+				others, lowest = true, min(lowest, b.Balance)
+			}
+		}
+		if others {
+			o.ObserveFloat64(gauge, lowest, metric.WithAttributes(keyBudget.String(otherMethod)))
 		}
 		return nil
 	}, gauge)

@@ -108,6 +108,13 @@ func TestReadmeTablesAreComplete(t *testing.T) {
 	for name := range eventKeys(t) {
 		told(name)
 	}
+	metrics := regexp.MustCompile(`"(grpcretry\.client\.[a-z._]+)"`).FindAllStringSubmatch(read(t, "metrics.go"), -1)
+	if len(metrics) == 0 {
+		t.Error("no metric found in metrics.go")
+	}
+	for _, m := range metrics {
+		told(m[1])
+	}
 }
 
 // eventKeys are the attributes that tracing.go gives to events.
