@@ -767,9 +767,7 @@ func (c *call) finish(err error) error {
 			c.r.logGivenUp(c, err)
 			c.r.metrics.gaveUp(c.ctx, c.method, reason)
 		}
-		if reason.givesUp() {
-			c.tellInbound(err)
-		}
+		c.tellInbound(err)
 	}
 	if c.number > 1 {
 		c.r.metrics.call(c.ctx, c.method, c.number-1, c.waited)

@@ -2,7 +2,7 @@ package grpcretry
 
 import (
 	"context"
-	"errors"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
 )
 
 const pushbackTrailer = "grpc-retry-pushback-ms" // gRFC A6, "Pushback"
@@ -58,12 +59,18 @@ var subtrees atomic.Bool
 // by which every client that follows gRFC A6 leaves off, so that only the tier
 // next to the failure retries. The failure is recognised through wrapping, and
 // where the handler returns a new error with the code or the text of the old
-// one. An error that the handler dealt with leaves no trace.
+// one. An error that the handler dealt with leaves no trace: what it answers
+// with another code and other words goes out as it is.
+//
+// A wish of the server below for no retry is passed on also where the call was
+// not to be retried anyway. A pushback that the handler set by itself stays, and
+// the -1 beside it counts: gRFC A6 takes a repeated value for no retry.
 //
 // The span of the request, if it records, is given the number of the attempt
 // and what is left of its deadline.
 //
-// It is safe for concurrent use. Of several in one chain the outermost acts.
+// It is safe for concurrent use. Of several in one chain the outermost acts. A
+// panic of the handler passes through, and asks for nothing.
 func UnaryServerInterceptor(opts ...ServerOption) grpc.UnaryServerInterceptor {
 	config := newServerConfig(opts)
 	return func(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
@@ -97,9 +104,10 @@ func StreamServerInterceptor(opts ...ServerOption) grpc.StreamServerInterceptor 
 }
 
 // PreviousAttempts is how many attempts of the call came before the one that
-// the handler of ctx serves, as its client says (grpc-previous-rpc-attempts):
-// 0 for the first, and where the header is missing or malformed. It needs no
-// interceptor.
+// the handler of ctx serves, as its client says (gRFC A6, "Exposed Retry
+// Metadata": grpc-previous-rpc-attempts): from 0 for the first, which is also
+// where the header is missing, repeated or malformed, to 2^31-1, which stands
+// for all above it. It needs no interceptor.
 func PreviousAttempts(ctx context.Context) int {
 	return previousOf(metadata.ValueFromIncomingContext(ctx, attemptsHeader))
 }
@@ -109,11 +117,8 @@ func previousOf(values []string) int {
 	if len(values) != 1 {
 		return 0
 	}
-	n, err := strconv.Atoi(values[0])
-	if err != nil {
-		return 0
-	}
-	return max(0, n)
+	n, _ := strconv.ParseUint(values[0], 10, 31) // 0 if malformed, the greatest if too large
+	return int(n)
 }
 
 // IdempotencyKeyFromContext is the idempotency key of the call that the handler
@@ -140,23 +145,29 @@ func newServerConfig(opts []ServerOption) serverConfig {
 }
 
 // inbound is one request that a server works on, as the calls made for it see
-// it in their context.
+// it in their context. They may run on many goroutines, and outlive the request.
 type inbound struct {
 	config   serverConfig
 	attempts int // made before this one
 
 	mu      sync.Mutex
-	givenUp []givenUp // at most maxGivenUp, the latest
+	givenUp []givenUp // the latest maxGivenUp, no two alike
 }
 
 // givenUp is what is kept of a call that was given up.
 type givenUp struct {
-	code codes.Code
-	text string
+	code    codes.Code
+	message string // of its status
+	text    string // of the error of its last attempt
 }
 
-// maxGivenUp bounds what one request remembers of calls that were given up.
-const maxGivenUp = 8
+const (
+	maxGivenUp = 32 // bounds what one request remembers
+
+	// minTelling is the length from which the message of a status is found again
+	// in that of another code. "down" or "error" would be found anywhere.
+	minTelling = 8
+)
 
 type inboundKey struct{}
 
@@ -173,13 +184,16 @@ func inboundOf(ctx context.Context) *inbound {
 }
 
 // note remembers a call that was given up.
-func (in *inbound) note(err *Error) {
+func (in *inbound) note(g givenUp) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	if len(in.givenUp) == maxGivenUp {
-		in.givenUp = in.givenUp[1:]
+	if slices.Contains(in.givenUp, g) {
+		return
 	}
-	in.givenUp = append(in.givenUp, givenUp{code: err.st.Code(), text: err.last.Error()})
+	if len(in.givenUp) == maxGivenUp {
+		in.givenUp = slices.Delete(in.givenUp, 0, 1)
+	}
+	in.givenUp = append(in.givenUp, g)
 }
 
 // stops reports whether the handler's error comes from a call that was given
@@ -188,20 +202,35 @@ func (in *inbound) stops(err error) bool {
 	if err == nil || in.config.noPushback {
 		return false
 	}
+	if holdsGivenUp(err) {
+		return true // also where the call was made with a context of its own
+	}
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	if len(in.givenUp) == 0 {
 		return false
 	}
-	var origin *Error
-	if errors.As(err, &origin) && origin.Reason.givesUp() {
-		return true
-	}
 	st := statusOf(err)
-	for _, g := range in.givenUp {
-		if st.Code() == g.code || strings.Contains(st.Message(), g.text) {
-			return true
-		}
+	return slices.ContainsFunc(in.givenUp, func(g givenUp) bool { return g.within(st) })
+}
+
+// within reports whether a handler that returned st may have made it of g.
+func (g *givenUp) within(st *status.Status) bool {
+	return st.Code() == g.code ||
+		g.text != "" && strings.Contains(st.Message(), g.text) ||
+		len(g.message) >= minTelling && strings.Contains(st.Message(), g.message)
+}
+
+// holdsGivenUp looks for a call that was given up in all of err's tree, not only
+// for the first Error: that may be one that ended for another reason.
+func holdsGivenUp(err error) bool {
+	switch e := err.(type) { //nolint:errorlint // this is the walk through the tree
+	case *Error:
+		return e.Reason.givesUp() || holdsGivenUp(e.last)
+	case interface{ Unwrap() error }:
+		return holdsGivenUp(e.Unwrap())
+	case interface{ Unwrap() []error }:
+		return slices.ContainsFunc(e.Unwrap(), holdsGivenUp)
 	}
 	return false
 }
@@ -222,10 +251,18 @@ func (c *call) serve() {
 	}
 }
 
-// tellInbound lets the request that the call was made for know that it was given up.
+// tellInbound lets the request that the call was made for know that it was
+// given up, or that the server asked for no retry, err being the call's result.
+// That it was suppressed below an inbound retry is no reason by itself.
 func (c *call) tellInbound(err error) {
-	var given *Error
-	if in := inboundOf(c.ctx); in != nil && errors.As(err, &given) {
-		in.note(given)
+	in := inboundOf(c.ctx)
+	if in == nil || in.config.noPushback {
+		return
 	}
+	a := c.last()
+	if a.Err == nil || !a.Reason.givesUp() && !pushback(a.Trailer).stop {
+		return
+	}
+	st := statusOf(err)
+	in.note(givenUp{code: st.Code(), message: st.Message(), text: a.Err.Error()})
 }
