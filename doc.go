@@ -56,6 +56,14 @@
 // more was sent than Policy.ReplayBytes keeps. A server stream can go on after
 // that, from where it broke off, if the caller says how: see [WithResume].
 //
+// # Services that call services
+//
+// Where each tier of a system retries, their attempts multiply while the last one
+// is down. [UnaryServerInterceptor] and [StreamServerInterceptor] prevent it: when
+// a handler fails because a call that it made with the request's context was
+// given up, its answer tells the clients above, ours and others, to make no
+// further attempt. Only the tier next to the failure retries then.
+//
 // # Beside gRPC's own retries
 //
 // [Retrier.DialOptions] switches gRPC's own retries off, because they would

@@ -83,6 +83,17 @@ func TestReadmeShowsTheQuickstart(t *testing.T) {
 	}
 }
 
+// The same for the figures of the tiers, which the page about them shows too.
+func TestPagesShowTheTiers(t *testing.T) {
+	printed := read(t, "examples/tiers/testdata/output.golden")
+	for _, page := range []string{"README.md", "docs/tiers.md"} {
+		shown := blocks(read(t, page), "console")
+		if len(shown) != 1 || !strings.Contains(printed, "\n"+shown[0]+"\n") {
+			t.Errorf("%s does not show what examples/tiers prints, once: %q", page, shown)
+		}
+	}
+}
+
 // A field or a decision that the tables leave out is one that users meet
 // without being told what it means.
 func TestReadmeTablesAreComplete(t *testing.T) {

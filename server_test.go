@@ -623,6 +623,59 @@ func TestServerAsksForNoRetryOfStreams(t *testing.T) {
 	}
 }
 
+// A handler's call may be a stream. It is given up as a unary call is; and
+// where its caller already had a part of the answer, what the server below asks
+// for in the end is passed on, and nothing else.
+func TestServerSpeaksForOutboundStreams(t *testing.T) {
+	list, store := testpb.TestService_List_FullMethodName, testpb.TestService_Store_FullMethodName
+	down := testsrv.Step{Code: codes.Unavailable, Message: "the leaf is down"}
+	asking := down
+	asking.Trailer = metadata.Pairs(pushbackTrailer, "-1")
+	broken := func(s testsrv.Step) testsrv.Step { s.Messages = 1; return s }
+	for _, tt := range []struct {
+		name     string
+		leaf     testsrv.Step
+		attempts int
+		stops    bool
+	}{
+		{"given up", down, 3, true},
+		{"the server below asked", asking, 1, true},
+		{"committed", broken(down), 1, false},
+		{"committed, and the server below asked", broken(asking), 1, true},
+	} {
+		for _, method := range []string{list, store} {
+			if method == store && tt.leaf.Messages > 0 {
+				continue // a client-streaming call has no part of an answer
+			}
+			t.Run(tt.name+method, func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					backend, leaf := serve(t, newRetrier(t), testsrv.Script{method: testsrv.Sequence{tt.leaf}})
+					srv := middle(t, func(ctx context.Context, req *testpb.Request) (*testpb.Response, error) {
+						if method == store {
+							stream, err := leaf.Store(ctx)
+							if err != nil {
+								return nil, err
+							}
+							_ = stream.Send(req) // CloseAndRecv tells of a failure
+							_, err = stream.CloseAndRecv()
+							return nil, fmt.Errorf("backend: %v", err)
+						}
+						stream, err := leaf.List(ctx, req)
+						for err == nil {
+							_, err = stream.Recv()
+						}
+						return nil, fmt.Errorf("backend: %v", err)
+					})
+					got, err := ask(t, srv)
+					if slices.Equal(got, stop) != tt.stops || backend.Count(method) != tt.attempts {
+						t.Errorf("pushback %q with the error %v after %d attempts, want -1: %v after %d", got, err, backend.Count(method), tt.stops, tt.attempts)
+					}
+				})
+			})
+		}
+	}
+}
+
 // A trailer that goes out with another request's failure makes its client give
 // up for nothing; one that is lost multiplies. Ten thousand requests run beside
 // each other, on the same connections, of every kind there is.
@@ -859,6 +912,35 @@ func TestRetrySubtreeOverTiers(t *testing.T) {
 	})
 }
 
+// Streams are calls like any other: below a retry they have one attempt, and
+// carry the mark on, whatever kind of request they serve.
+func TestRetrySubtreeOfStreams(t *testing.T) {
+	list := testpb.TestService_List_FullMethodName
+	synctest.Test(t, func(t *testing.T) {
+		leaf, client := failingLeaf(t, codes.Unavailable, "")
+		handle := func(ss grpc.ServerStream, req *testpb.Request) error {
+			stream, err := client.List(ss.Context(), req)
+			for err == nil {
+				_, err = stream.Recv()
+			}
+			return err
+		}
+		srv := testsrv.New(testsrv.Script{list: testsrv.Sequence{{Stream: handle}}}, testsrv.WithServerOptions(interceptors(WithRetrySubtree())...))
+		t.Cleanup(srv.Close)
+		stream, err := dial(t, srv, newRetrier(t)).List(retrying(t.Context(), "1"), &testpb.Request{}, WithoutRetry())
+		for err == nil {
+			_, err = stream.Recv()
+		}
+		at := leaf.Attempts(list)
+		if status.Code(err) != codes.Unavailable || len(at) != 1 || !slices.Equal(at[0].Metadata[attemptsHeader], []string{"1"}) {
+			t.Errorf("error %v after the attempts %+v, want one that is marked", err, at)
+		}
+		if got := stream.Trailer()[pushbackTrailer]; got != nil {
+			t.Errorf("pushback %q, want none", got)
+		}
+	})
+}
+
 // Where the tier below does not know of the subtree and gave up by itself, its
 // wish for no retry must not end at the tier that was suppressed.
 func TestRetrySubtreePassesTheWishOn(t *testing.T) {
@@ -916,6 +998,9 @@ func TestServerSpanAttributes(t *testing.T) {
 				got := map[attribute.Key]attribute.Value{}
 				for _, a := range spans.Ended()[0].Attributes() {
 					got[a.Key] = a.Value
+					if have, want := fmt.Sprintf("%T", a.Value.AsInterface()), fmt.Sprintf("%T", schema[a.Key]); have != want {
+						t.Errorf("%s is a %s, in the schema of the events a %s", a.Key, have, want)
+					}
 				}
 				if !maps.Equal(got, tt.want) {
 					t.Errorf("attributes %v, want %v", got, tt.want)
