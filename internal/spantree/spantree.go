@@ -155,6 +155,11 @@ func (t *tree) headline(s sdktrace.ReadOnlySpan) string {
 	if k := s.SpanKind(); k != trace.SpanKindInternal && k != trace.SpanKindUnspecified {
 		parts = append(parts, "["+k.String()+"]")
 	}
+	for _, a := range s.Attributes() {
+		if a.Key == "grpcretry.attempt.number" {
+			parts = append(parts, "attempt "+a.Value.Emit())
+		}
+	}
 	switch {
 	case s.EndTime().IsZero():
 		parts = append(parts, "unfinished")

@@ -108,6 +108,7 @@ func every() []tracetest.SpanStub {
 // given in the order in which spans end.
 func nested() []tracetest.SpanStub {
 	failed := span("shop.v1.Orders/Get", 3, 2, 10, 12)
+	failed.Attributes = []attribute.KeyValue{attribute.Int("other", 7), attribute.Int("grpcretry.attempt.number", 1)}
 	failed.SpanKind, failed.Status = trace.SpanKindClient, sdktrace.Status{Code: otelcodes.Error, Description: "Unavailable"}
 	good := span("shop.v1.Orders/Get", 4, 2, 266, 269)
 	good.SpanKind = trace.SpanKindClient
