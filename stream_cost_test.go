@@ -12,11 +12,12 @@ import (
 )
 
 // fakeStream is a stream of grpc that does nothing: it delivers messages until
-// they are used up, and then ends well.
+// they are used up, and then ends.
 type fakeStream struct {
 	ctx      context.Context
 	single   bool // the first message is the last, and ends it
 	messages int
+	end      error // nil: io.EOF
 	finish   func(error)
 	trailer  metadata.MD
 }
@@ -29,7 +30,10 @@ func (s *fakeStream) SendMsg(any) error            { return nil }
 func (s *fakeStream) RecvMsg(any) error {
 	s.messages--
 	if s.messages < 0 || s.single {
-		s.finish(nil)
+		s.finish(s.end)
+	}
+	if s.messages < 0 && s.end != nil {
+		return s.end
 	}
 	if s.messages < 0 {
 		return io.EOF
