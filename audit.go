@@ -64,8 +64,9 @@ func (r *Retrier) Audit() []AuditEntry {
 		if m == nil || m.declared.stale() {
 			m = set.resolve(name)
 		}
-		if m.idempotency.repeatable() {
-			continue
+		work := !strings.HasPrefix(name, "/")
+		if m.idempotency.repeatable() || work && m.idempotency == Inherit {
+			continue // work may run again unless somebody says otherwise
 		}
 		e := AuditEntry{
 			Method: m.name, Idempotency: m.idempotency, Source: m.idemSource, Resolver: m.resolverIdem, Refused: refused,

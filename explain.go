@@ -56,6 +56,9 @@ type Effective struct {
 // where each part of it comes from, and whether the method counts as idempotent
 // and why; print the answer with its String. It cannot know call options, and of
 // the service config of a ClientConn only what calls have met there.
+//
+// Of work it takes the name that [Retrier.Do] is given. One with a slash it takes
+// for a method's until Do has met it.
 func (r *Retrier) Explain(fullMethod string) Effective {
 	set := r.set.Load()
 	m := (*set.cache.Load())[fullMethod]
@@ -72,6 +75,10 @@ func (r *Retrier) Explain(fullMethod string) Effective {
 	if e.Policy.Idempotency = m.idempotency; m.idempotency != Inherit {
 		e.IdempotencyPlace = set.idempotencyPlace(m)
 	}
+	if m.work != "" && (!strings.Contains(fullMethod, "/") || set.logs.knows(fullMethod)) {
+		e.beWork()
+		return e
+	}
 	if m.declared.fault != nil {
 		e.Fault = m.declared.fault.Error()
 	}
@@ -87,6 +94,20 @@ func (r *Retrier) Explain(fullMethod string) Effective {
 		}
 	}
 	return e
+}
+
+// beWork is what call.beWork does to a call: it leaves what only RPCs follow.
+func (e *Effective) beWork() {
+	e.Resolver = false
+	if e.PolicySource == SourceProto || e.PolicySource == SourceServiceConfig || e.TimeoutSource == SourceServiceConfig {
+		idempotency := e.Policy.Idempotency
+		e.Policy = *builtinPolicy
+		e.Policy.Idempotency = idempotency
+		e.PolicySource, e.PolicyPlace, e.TimeoutSource = SourceDefault, "", SourceDefault
+	}
+	if e.Policy.Idempotency == Inherit {
+		e.Policy.Idempotency, e.IdempotencySource, e.IdempotencyPlace = Idempotent, SourceDefault, "work that Do runs"
+	}
 }
 
 // policyPlace is where m's policy stands within its source.

@@ -1,12 +1,14 @@
 package grpcretry
 
 import (
+	"context"
 	"fmt"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"example.com/grpcretry/internal/testsrv"
 	"example.com/grpcretry/internal/testsrv/testpb"
@@ -90,6 +92,50 @@ func TestExplain(t *testing.T) {
 				t.Errorf("%s\nwant\n%s", got, tt.want)
 			}
 		})
+	}
+}
+
+// Work may run again unless somebody says otherwise, and follows no policy that is
+// meant for RPCs. An Explain that says otherwise sends its reader after a fault
+// that is none, and so does an Audit that lists it.
+func TestExplainAndAuditKnowWork(t *testing.T) {
+	const config = `{"methodConfig": [{"name": [{}], "timeout": "9s", "retryPolicy": {"maxAttempts": 5, "initialBackoff": "1s",
+		"maxBackoff": "1s", "backoffMultiplier": 1, "retryableStatusCodes": ["ABORTED"]}}]}`
+	const rest = `
+  policy         from default
+  attempts       at most 3
+  codes          RESOURCE_EXHAUSTED, UNAVAILABLE
+                 RESOURCE_EXHAUSTED only with the server's hint when to come back
+  backoff        50ms times 2 up to 2s, FullJitter; overload 1s; hints up to 1m0s
+  idempotency    idempotent (from default: work that Do runs)
+  budget         the default, one for each target
+`
+	r := newRetrier(t, WithServiceConfig(config), WithMethodPolicy("once/*", Policy{Idempotency: NotIdempotent}))
+	check := func() {
+		t.Helper()
+		for name, want := range map[string]string{"reindex": "/do/reindex", "jobs/export": "/jobs/export"} {
+			if got := r.Explain(name).String(); got != want+rest {
+				t.Errorf("%s\nwant\n%s", got, want+rest)
+			}
+		}
+	}
+	fail := func(context.Context) error { return status.Error(codes.DataLoss, "lost") }
+	for _, name := range []string{"jobs/export", "reindex", "once/letter"} {
+		_ = r.Do(t.Context(), name, fail)
+	}
+	check()
+	if got := r.Explain("/jobs/export").Policy; got.Idempotency != Inherit || got.MaxAttempts != 5 {
+		t.Errorf("an RPC of the same name: %v, %d attempts; want unknown, 5", got.Idempotency, got.MaxAttempts)
+	}
+	if list := r.Audit(); len(list) != 1 || list[0].Method != "/once/letter" || list[0].Idempotency != NotIdempotent {
+		t.Errorf("audit: %v, want only the work that may not run twice", list)
+	}
+	if err := r.Update(WithServiceConfig(config)); err != nil {
+		t.Fatal(err)
+	}
+	check()
+	if list := r.Audit(); len(list) != 0 {
+		t.Errorf("audit: %v, want nothing", list)
 	}
 }
 

@@ -72,8 +72,15 @@ func (l *methodLogs) of(name string) *methodLog {
 	return m
 }
 
-// called gives the methods that were called, with the number of retries that
-// were refused for want of idempotency.
+// knows reports whether something of that name was called.
+func (l *methodLogs) knows(name string) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.byName[name] != nil
+}
+
+// called gives what was called, under the names by which it was asked for, with
+// the number of retries that were refused for want of idempotency.
 func (l *methodLogs) called() map[string]int64 {
 	l.mu.Lock()
 	defer l.mu.Unlock()

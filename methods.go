@@ -257,7 +257,7 @@ func (s *policySet) lookup(fullMethod string) *method {
 		m.log = &s.logs.others
 		return m
 	}
-	m.log, m.kept = s.logs.of(m.name), true
+	m.log, m.kept = s.logs.of(m.asked), true
 	cache := make(map[string]*method, len(old)+1)
 	for name, m := range old {
 		cache[name] = m
