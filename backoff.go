@@ -53,8 +53,8 @@ type Backoff struct {
 	Jitter Jitter
 
 	// Overload is the least wait after RESOURCE_EXHAUSTED that came without a
-	// positive hint from the server; the delay is added to it. 0 means 1 s; a
-	// negative value is refused.
+	// positive hint from the server; the delay is added to it. 0 means 1 s, and
+	// 1 ns is as good as none; a negative value is refused.
 	Overload time.Duration
 
 	// MaxHint is the longest wait that the server may ask for: a longer hint
@@ -112,7 +112,11 @@ func (b Backoff) String() string {
 	if b.Func == nil {
 		delay = fmt.Sprintf("%v times %v up to %v, %v", b.Base, b.Multiplier, b.Max, b.Jitter)
 	}
-	return fmt.Sprintf("%s; overload %v; hints up to %v", delay, b.Overload, b.MaxHint)
+	overload := b.Overload.String()
+	if b.Overload <= time.Nanosecond {
+		overload = "like any failure" // the least that can be asked for
+	}
+	return fmt.Sprintf("%s; overload %s; hints up to %v", delay, overload, b.MaxHint)
 }
 
 // withDefaults returns b with every zero field replaced by what it stands for.

@@ -36,7 +36,7 @@ func ExampleWithServiceConfig() {
 	//   policy         from service_config: methodConfig[0] (line 2, column 20)
 	//   attempts       at most 4
 	//   codes          UNAVAILABLE
-	//   backoff        100ms times 2 up to 1s, ProportionalJitter(0.2); overload 1ns; hints up to 1m0s
+	//   backoff        100ms times 2 up to 1s, ProportionalJitter(0.2); overload like any failure; hints up to 1m0s
 	//   timeout        5s for the whole call
 	//   idempotency    idempotent (from service_config: methodConfig[0] (line 2, column 20))
 	//   budget         the default, one for each target

@@ -390,7 +390,7 @@ func TestExplainOfServiceConfigs(t *testing.T) {
   attempts       at most 5
                  the service config asks for 10; WithMaxCallAttempts raises the limit
   codes          UNAVAILABLE
-  backoff        100ms times 2 up to 1s, ProportionalJitter(0.2); overload 1ns; hints up to 1m0s
+  backoff        100ms times 2 up to 1s, ProportionalJitter(0.2); overload like any failure; hints up to 1m0s
   timeout        2s for the whole call
   wait for ready true unless the call says otherwise (from service_config: methodConfig[0] (line 3, column 5))
   messages       a request of at most 1000 bytes (from service_config: methodConfig[0] (line 3, column 5))
@@ -450,7 +450,7 @@ func TestExplainTellsTheResolversPolicy(t *testing.T) {
 		_, client := serve(t, r, testsrv.Script{get: testsrv.Fail(1, codes.Unavailable)}, grpc.WithDefaultServiceConfig(configFor("{}", 2)))
 		_, _ = client.Get(t.Context(), &testpb.Request{})
 		e := r.Explain(get)
-		want := "  resolver       last seen: at most 2 attempts; ABORTED, UNAVAILABLE; 100ms times 2 up to 1s, ProportionalJitter(0.2); overload 1ns; hints up to 1m0s\n"
+		want := "  resolver       last seen: at most 2 attempts; ABORTED, UNAVAILABLE; 100ms times 2 up to 1s, ProportionalJitter(0.2); overload like any failure; hints up to 1m0s\n"
 		if e.ResolverPolicy == nil || !strings.Contains(e.String(), want) {
 			t.Errorf("Explain:\n%vwant\n%s", e, want)
 		}
