@@ -13,8 +13,9 @@ import (
 )
 
 // Retrier retries the calls of any number of ClientConns by one set of
-// policies, with one budget for each target. It is made by [New] and takes effect
-// through [Retrier.DialOptions]. All its methods are safe for concurrent use.
+// policies, with one budget for each target. It is made by [New], since its zero
+// value is not usable, and takes effect through [Retrier.DialOptions]. All its
+// methods are safe for concurrent use.
 type Retrier struct {
 	set     atomic.Pointer[policySet]
 	updates sync.Mutex // one at a time

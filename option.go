@@ -97,7 +97,7 @@ func WithMethodPolicy(pattern string, p Policy) Option {
 // "pkg.Service/*", to be idempotent, so that they may be repeated though the
 // server may have processed them. Policies stay as they are. Where a policy's
 // Idempotency says otherwise the more specific pattern wins; for the same
-// pattern a contradiction is an error of [New].
+// pattern a contradiction is an error of [New]. Without patterns it declares nothing.
 func WithIdempotent(patterns ...string) Option {
 	return policyOption(func(c *config) { c.idempotent = append(c.idempotent, patterns...) })
 }
