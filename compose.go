@@ -18,12 +18,12 @@ import (
 func AllOf(b ...Budget) (Budget, error) {
 	var leaves []leaf
 	var errs []error
-	for i, b := range b {
-		if fault := budgetFault(b); fault != "" {
-			errs = append(errs, fmt.Errorf("grpcretry: AllOf: budget %d is %s", i, fault))
+	for i, one := range b {
+		if fault := budgetFault(one); fault != "" {
+			errs = append(errs, fmt.Errorf("grpcretry: AllOf: budget %d of %d is %s", i+1, len(b), fault))
 			continue
 		}
-		leaves = append(leaves, leavesOf(b)...)
+		leaves = append(leaves, leavesOf(one)...)
 	}
 	if len(b) == 0 {
 		errs = append(errs, fmt.Errorf("grpcretry: AllOf: 0 budgets, want 1 to %d", maxLeaves))

@@ -109,11 +109,11 @@ func TestAllOf(t *testing.T) {
 		want []string
 	}{
 		{"empty", nil, []string{"AllOf: 0 budgets, want 1 to 4"}},
-		{"nil entries", []Budget{nil, leaves[0], nil}, []string{"budget 0 is nil", "budget 2 is nil"}},
-		{"nil pointers", []Budget{(*TokenBudget)(nil), (*Throttle)(nil)}, []string{"budget 0 is a nil *TokenBudget, want a budget of this package", "budget 1 is a nil *Throttle"}},
-		{"declared, not made", []Budget{new(TokenBudget), leaves[0], new(Throttle)}, []string{"budget 0 is a TokenBudget that NewBudget did not make", "budget 2 is a Throttle that NewThrottle did not make"}},
+		{"nil entries", []Budget{nil, leaves[0], nil}, []string{"budget 1 of 3 is nil", "budget 3 of 3 is nil"}},
+		{"nil pointers", []Budget{(*TokenBudget)(nil), (*Throttle)(nil)}, []string{"budget 1 of 2 is a nil *TokenBudget, want a budget of this package", "budget 2 of 2 is a nil *Throttle"}},
+		{"declared, not made", []Budget{new(TokenBudget), leaves[0], new(Throttle)}, []string{"budget 1 of 3 is a TokenBudget that NewBudget did not make", "budget 3 of 3 is a Throttle that NewThrottle did not make"}},
 		{"five", leaves[:], []string{"AllOf: 5 different budgets, want 1 to 4"}},
-		{"a disguise", []Budget{struct{ Budget }{leaves[0]}}, []string{"budget 0 is a struct { grpcretry.Budget }, want a budget of this package"}},
+		{"a disguise", []Budget{struct{ Budget }{leaves[0]}}, []string{"budget 1 of 1 is a struct { grpcretry.Budget }, want a budget of this package"}},
 	} {
 		b, err := AllOf(tt.list...)
 		if err == nil || b != nil {
