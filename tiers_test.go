@@ -227,6 +227,9 @@ func TestTiersWithOneFailureInTen(t *testing.T) {
 	const calls = 2000
 	for _, n := range []int{3, 5} {
 		for _, workers := range []int{1, 16} {
+			if workers == 1 && raceEnabled {
+				continue // slow, and nothing to find
+			}
 			t.Run(fmt.Sprintf("%d tiers, %d workers", n, workers), func(t *testing.T) {
 				synctest.Test(t, func(t *testing.T) {
 					chain := tiersOf{n: n, leaf: failingAt(0.1)}.start(t)
@@ -250,6 +253,9 @@ func TestTiersWithOneFailureInTen(t *testing.T) {
 // whether to switch it off. One caller, waits that are the same in every run, and
 // a fixed seed make them exact.
 func TestWhatTheTrailerCosts(t *testing.T) {
+	if raceEnabled {
+		t.Skip("one caller at a time, so nothing to find, and slow")
+	}
 	const calls, n = 1000, 3
 	b, err := os.ReadFile("docs/tiers.md")
 	if err != nil {
