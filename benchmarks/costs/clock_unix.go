@@ -12,10 +12,6 @@ import (
 // processes take.
 func processorTime() time.Duration {
 	var u syscall.Rusage
-	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
-		return time.Since(started) // never seen: the arguments are valid
-	}
+	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &u) // cannot fail for the process itself
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
-
-var started = time.Now()

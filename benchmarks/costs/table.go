@@ -55,9 +55,13 @@ func (t *Table) Write(w io.Writer) error {
 const heading = `# What a call costs
 
 ` + "`make -C benchmarks costs`" + ` writes this page. Every cell has what a call costs more than without an interceptor, and after the point how many allocations more.
-The upper rows are the interceptor alone, with an invoker that answers at once, in nanoseconds of processor time. The lower ones are real calls over a connection in memory, as the
-ratio to the same calls without an interceptor. In brackets stands the interval in which the median lies with 95% certainty: batches of all columns are run in turn,
-in shuffled order, and each is compared with the one without interceptor of the same round, so that other work on the machine slows both alike.
+The upper rows are the interceptor alone, with an invoker that answers at once, in nanoseconds. The lower ones are real calls over a connection in memory, as the ratio to the
+same calls without an interceptor. It is the processor time of the whole process, the server and collecting garbage included, because that leaves out what other processes take.
+In brackets stands the interval in which the median lies with 95% certainty: batches of all columns are run in turn, in shuffled order, and each is compared with the one without
+interceptor of the same round, so that a machine which is slower for a while slows both alike.
+
+Not all columns do the same for their cost: only ours, middleware and grpc's own retry tell the server of a retry, in metadata, only ours leaves an event on the caller's span and
+knows how long each attempt took, and only ours, failsafe-budget and native-throttle have a budget.
 
 `
 

@@ -18,7 +18,7 @@ import (
 func main() {
 	e := costs.Effort{}
 	flag.IntVar(&e.Rounds, "rounds", 60, "batches of each peer in each case")
-	flag.DurationVar(&e.Batch, "batch", 4*time.Millisecond, "length of a batch; those of real calls are five times as long")
+	flag.DurationVar(&e.Batch, "batch", 4*time.Millisecond, "length of a batch; those of real calls are ten times as long")
 	only := flag.String("case", "", "measure only the cases whose name matches this `regexp`")
 	who := flag.String("peer", "", "measure only the peers whose name matches this `regexp`, beside none")
 	seed := flag.Uint64("seed", 1, "of the order of the batches and of the intervals")
@@ -55,7 +55,7 @@ func run(w io.Writer, e costs.Effort, only, who string, seed uint64) error {
 		}
 		effort := e
 		if c.EndToEnd {
-			effort.Batch *= 5
+			effort.Batch *= 10
 		}
 		figures, err := c.Measure(list, effort, random)
 		if err != nil {
