@@ -141,6 +141,43 @@ func eventKeys(t *testing.T) map[string]bool {
 	return keys
 }
 
+// The costs that the README shows are those of the page that the measurement
+// writes, for the peers that it shows, so that nobody improves them by hand.
+func TestReadmeShowsTheCosts(t *testing.T) {
+	const corner = "Call"
+	measured, shown := table(read(t, "benchmarks/COSTS.md"), corner), table(read(t, "README.md"), corner)
+	if len(measured) < 2 || len(shown) != len(measured) {
+		t.Fatalf("README.md shows a table of %d rows, want the %d of benchmarks/COSTS.md", len(shown), len(measured))
+	}
+	for row := range shown {
+		for column, peer := range shown[0] {
+			from := slices.Index(measured[0], peer)
+			if from < 0 {
+				t.Fatalf("column %q of README.md is not measured", peer)
+			}
+			if got, want := shown[row][column], measured[row][from]; got != want {
+				t.Errorf("row %q, column %q: %q, want %q", shown[row][0], peer, got, want)
+			}
+		}
+	}
+}
+
+// table is the Markdown table with this first cell, without the line beneath its head.
+func table(markdown, corner string) (rows [][]string) {
+	for line := range strings.SplitSeq(markdown, "\n") {
+		if len(rows) == 0 && !strings.HasPrefix(line, "| "+corner+" |") {
+			continue
+		}
+		if !strings.HasPrefix(line, "|") {
+			return rows
+		}
+		if cells := strings.Split(strings.Trim(line, "| "), " | "); len(cells) > 1 {
+			rows = append(rows, cells)
+		}
+	}
+	return rows
+}
+
 // A link to a file or a heading that is not there is a dead end.
 func TestReadmeLinks(t *testing.T) {
 	readme := read(t, "README.md")
