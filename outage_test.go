@@ -321,7 +321,9 @@ func TestOneBadReplicaTurnsTheThrottleOff(t *testing.T) {
 			}
 			return testsrv.Script{get: testsrv.Sequence{{Delay: 10 * time.Millisecond}}}
 		})
-		if ok := load(t, client, 64, calls); ok < calls*87/100 || ok > calls*89/100 {
+		// One worker: with more, who fails at once comes back to the bad replica
+		// sooner than the others, by as much as chance has it.
+		if ok := load(t, client, 1, calls); ok < calls*87/100 || ok > calls*89/100 {
 			t.Errorf("%d of %d calls succeeded, want about seven of eight", ok, calls)
 		}
 	})
