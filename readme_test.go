@@ -21,7 +21,7 @@ import (
 // examples that the tests compile and run.
 func TestSnippetsCompile(t *testing.T) {
 	var compiled []string
-	for _, pattern := range []string{"example*_test.go", "examples/*/*.go"} {
+	for _, pattern := range []string{"example*_test.go", "examples/*/*.go", "contrib/*/example_test.go"} {
 		files, err := filepath.Glob(pattern)
 		if err != nil {
 			t.Fatal(err)
