@@ -43,7 +43,8 @@ type Policy struct {
 	FirstResponseTimeout time.Duration
 
 	// IdleTimeout is, for streams, the longest silence of the server while the
-	// caller waits in RecvMsg. 0 means no limit.
+	// caller waits in RecvMsg or Header. Until the first response arrived
+	// FirstResponseTimeout takes its place, where that is set. 0 means no limit.
 	IdleTimeout time.Duration
 
 	// Backoff gives the wait before each retry when the server gives no hint.

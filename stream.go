@@ -2,7 +2,6 @@ package grpcretry
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"sync"
 	"sync/atomic"
@@ -240,31 +239,6 @@ func (s *clientStream) RecvMsg(m any) error {
 	}
 }
 
-// receive reads a message from a, within the timeouts.
-func (s *clientStream) receive(a *attempt, m any) error {
-	if c := &s.call; c.resume != nil {
-		if err := c.resume.acceptsMessage(m); err != nil {
-			c.aborted = true
-			return err
-		}
-	}
-	if s.half > 0 {
-		s.await(a)
-		defer s.awaited(a)
-	}
-	if s.first > 0 && !a.answered {
-		s.dog.guard(a, s.first, "FirstResponseTimeout")
-		_, _ = a.inner.Header() // RecvMsg tells of a failure
-		s.dog.rest()
-		a.answered = true
-	}
-	if s.idle > 0 {
-		s.dog.guard(a, s.idle, "IdleTimeout")
-		defer s.dog.rest()
-	}
-	return a.inner.RecvMsg(m)
-}
-
 // deliver notes that the caller is given m.
 func (s *clientStream) deliver(a *attempt, m any) {
 	s.mu.Lock()
@@ -365,24 +339,6 @@ func (s *clientStream) endHeaderless(a *attempt) bool {
 	return s.settle(a, err)
 }
 
-// awaitHeader waits for a's header, within the timeouts.
-func (s *clientStream) awaitHeader(a *attempt) (metadata.MD, error) {
-	if s.half > 0 {
-		s.await(a)
-		defer s.awaited(a)
-	}
-	dog := &watchdog{stream: s}
-	switch {
-	case s.first > 0:
-		dog.guard(a, s.first, "FirstResponseTimeout")
-		defer dog.rest()
-	case s.idle > 0:
-		dog.guard(a, s.idle, "IdleTimeout")
-		defer dog.rest()
-	}
-	return a.inner.Header()
-}
-
 // Trailer implements grpc.ClientStream.
 func (s *clientStream) Trailer() metadata.MD {
 	if a := s.tied(); a != nil {
@@ -441,10 +397,14 @@ func (s *clientStream) enter() {
 }
 
 func (s *clientStream) leave() {
+	defer s.release()
 	if s.deciding { // a callback of the caller's panicked
+		defer s.close(status.Error(codes.Internal, "grpcretry: the call panicked"))
 		s.call.close()
-		s.close(status.Error(codes.Internal, "grpcretry: the call panicked"))
 	}
+}
+
+func (s *clientStream) release() {
 	s.mu.Lock()
 	s.receiving = false
 	s.cond.Broadcast()
@@ -492,13 +452,13 @@ func (s *clientStream) settle(a *attempt, err error) bool {
 	if a.replayed != nil {
 		<-a.replayed
 	}
-	s.look(a)
+	s.look(a, err)
 	return s.decide(a, err)
 }
 
-// look learns from a's stream, which has ended, what grpc did not write to the
-// attempt's destinations, or not yet.
-func (s *clientStream) look(a *attempt) {
+// look learns from a's stream, which has ended with err, what grpc did not write
+// to the attempt's destinations, or not yet.
+func (s *clientStream) look(a *attempt, err error) {
 	c := &s.call
 	if c.aborted {
 		return // it may not have ended
@@ -511,7 +471,7 @@ func (s *clientStream) look(a *attempt) {
 			c.dest.peer = *p
 		}
 	}
-	if c.dest.header == nil {
+	if c.dest.header == nil && (c.header || err != nil && !isEOF(err)) {
 		c.dest.header, _ = a.inner.Header()
 	}
 }
@@ -526,9 +486,7 @@ func (s *clientStream) decide(a *attempt, err error) bool {
 	if a.timedOut != "" && c.ctx.Err() == nil && err != nil && statusOf(err).Code() == codes.Canceled {
 		err, c.timedOut = status.Error(codes.DeadlineExceeded, "grpcretry: attempt timed out: "+a.timedOut), true
 	}
-	if a.limit != nil {
-		a.limit.Stop()
-	}
+	a.stopLimit()
 	c.committed, c.answered = s.committed, a.given
 	c.resumable = s.resumable || c.resume != nil && !c.repeatable() // the ladder has a better word than committed
 	if a.progress {
@@ -568,6 +526,9 @@ func (s *clientStream) close(final error) {
 	s.deciding = false
 	s.over, s.settling, s.final = true, false, final
 	s.log.free()
+	if s.cur != nil {
+		s.cur.stopLimit()
+	}
 	if s.unwatch != nil {
 		s.unwatch()
 	}
@@ -611,94 +572,6 @@ func (s *clientStream) desert() {
 	defer s.leave()
 	a.cancel()
 	s.decide(a, a.err)
-}
-
-// halfClosed starts the timeout of a's response, which begins with the half-close.
-func (s *clientStream) halfClosed(a *attempt) {
-	if s.half == 0 {
-		return
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if a.limit == nil && s.cur == a && !s.settling && !s.over {
-		a.limit = time.AfterFunc(s.half, func() { s.expire(a) })
-	}
-}
-
-// expire ends a, whose response took too long, but only before the eyes of its
-// caller, who will then see to what follows.
-func (s *clientStream) expire(a *attempt) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	a.expired = true
-	if a.waiting > 0 {
-		a.timeOut("no response within %v of the half-close (AttemptTimeout)", s.half)
-	}
-}
-
-// await and awaited bracket the time in which the caller waits for a.
-func (s *clientStream) await(a *attempt) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	a.waiting++
-	if a.expired {
-		a.timeOut("no response within %v of the half-close (AttemptTimeout)", s.half)
-	}
-}
-
-func (s *clientStream) awaited(a *attempt) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	a.waiting--
-}
-
-// timeOut ends the attempt. What had arrived by then is delivered all the same.
-// It requires mu.
-func (a *attempt) timeOut(format string, after time.Duration) {
-	if a.timedOut == "" {
-		a.timedOut = fmt.Sprintf(format, after)
-		a.cancel()
-	}
-}
-
-// watchdog ends an attempt whose caller waits too long. The zero value, with
-// its stream set, is at rest. One goroutine at a time uses it.
-type watchdog struct {
-	stream *clientStream
-	timer  *time.Timer
-
-	// The stream's mu guards these.
-	over  *attempt // nil: at rest
-	until moment
-	after time.Duration
-	what  string
-}
-
-// guard watches over a from now on, and rest ends that.
-func (w *watchdog) guard(a *attempt, after time.Duration, what string) {
-	w.stream.mu.Lock()
-	w.over, w.until, w.after, w.what = a, now()+moment(after), after, what
-	w.stream.mu.Unlock()
-	if w.timer == nil {
-		w.timer = time.AfterFunc(after, w.bark)
-	} else {
-		w.timer.Reset(after)
-	}
-}
-
-func (w *watchdog) rest() {
-	w.timer.Stop()
-	w.stream.mu.Lock()
-	w.over = nil
-	w.stream.mu.Unlock()
-}
-
-func (w *watchdog) bark() {
-	w.stream.mu.Lock()
-	defer w.stream.mu.Unlock()
-	if w.over != nil && now() >= w.until { // else it is late, and the timer runs for another wait
-		w.over.timeOut("nothing received within %v ("+w.what+")", w.after)
-	}
 }
 
 // fromServer reports whether the call is a server stream.

@@ -408,7 +408,10 @@ func TestStreamPanics(t *testing.T) {
 				}
 				srv, cc := serveStreams(t, r, testsrv.Script{list: first.ThenOK()})
 				stream := open(t, t.Context(), cc, list, grpc.OnFinish(func(error) { fail("OnFinish") }),
-					WithResume(func(req *testpb.Request, _ *testpb.Response) (*testpb.Request, bool) { fail("resume"); return req, true }))
+					WithResume(func(req *testpb.Request, _ *testpb.Response) (*testpb.Request, bool) {
+						fail("resume")
+						return req, true
+					}))
 				send(t, stream, 1)
 				closeSend(t, stream)
 				func() {
@@ -514,7 +517,9 @@ func TestStreamOddInterceptors(t *testing.T) {
 				budget := newBudget(t)
 				srv, cc := serveStreams(t, newRetrier(t, WithBudget(budget)), testsrv.Script{test.method: test.script}, grpc.WithChainStreamInterceptor(
 					func(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, streamer grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
-						return test.inner(func(opts []grpc.CallOption) (grpc.ClientStream, error) { return streamer(ctx, desc, cc, method, opts...) }, opts)
+						return test.inner(func(opts []grpc.CallOption) (grpc.ClientStream, error) {
+							return streamer(ctx, desc, cc, method, opts...)
+						}, opts)
 					}))
 				var report Report
 				finished := 0
