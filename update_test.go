@@ -237,7 +237,8 @@ func TestReloadUnderLoad(t *testing.T) {
 				}
 				return testsrv.Step{}
 			}),
-			put: testsrv.Fail(1, codes.Unavailable), // never succeeds
+			put:  testsrv.Fail(1, codes.Unavailable), // never succeeds
+			full: testsrv.Fail(1, codes.Unavailable),
 		}
 	})
 	defer cluster.Close()
@@ -273,9 +274,29 @@ func TestReloadUnderLoad(t *testing.T) {
 	}
 	spent := tight.state().Granted
 
+	// A third one, whose budgets come from service configs in code. Its Put is a
+	// method of its own, so that its attempts can be told apart.
+	throttled := func(tokens int) Option {
+		doc := `{"retryThrottling": {"maxTokens": %d, "tokenRatio": 0.1}}`
+		if tokens == 0 {
+			doc = "{}%.0d"
+		}
+		return WithServiceConfig(fmt.Sprintf(doc, tokens))
+	}
+	empty := newRetrier(t, throttled(10))
+	emptyCC, err := cluster.Dial(empty.DialOptions()...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 20 {
+		_ = callAny(t.Context(), emptyCC, full)
+	}
+	arrived := func() int { return cluster.Servers[0].Count(full) + cluster.Servers[1].Count(full) }
+	extra := arrived() - 20
+
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
-	var calls, failed atomic.Int64
+	var calls, failed, fruitless atomic.Int64
 	for range 8 {
 		wg.Go(func() {
 			for {
@@ -291,6 +312,8 @@ func TestReloadUnderLoad(t *testing.T) {
 					return
 				}
 				_, _ = poorClient.Put(t.Context(), &testpb.Request{})
+				_ = callAny(t.Context(), emptyCC, full)
+				fruitless.Add(1)
 			}
 		})
 	}
@@ -305,6 +328,9 @@ func TestReloadUnderLoad(t *testing.T) {
 				t.Error(err)
 			}
 			if err := poor.Update(); err != nil {
+				t.Error(err)
+			}
+			if err := empty.Update(throttled([]int{0, 10, 100, 1000}[i%4])); err != nil {
 				t.Error(err)
 			}
 		}
@@ -336,6 +362,11 @@ func TestReloadUnderLoad(t *testing.T) {
 	}
 	if s := tight.state(); s.Granted != spent || s.Refused == 0 {
 		t.Errorf("the empty budget granted %d more and refused %d, want none and many", s.Granted-spent, s.Refused)
+	}
+	// The default budget, which is in force between the throttles, lets one retry
+	// a minute through.
+	if more := arrived() - 20 - int(fruitless.Load()) - extra; more > 2 || extra == 0 {
+		t.Errorf("%d retries before the throttle was empty, %d after it, over updates of it; want some and none", extra, more)
 	}
 	if err := r.Update(WithDefaultPolicy(Policy{MaxAttempts: 6, Idempotency: Idempotent, Backoff: Backoff{Base: 1, Max: 1}})); err != nil {
 		t.Fatal(err)
