@@ -248,6 +248,66 @@ func TestServiceConfigTimeoutAlone(t *testing.T) {
 	})
 }
 
+// The timeout of a service config in code must hold also where a call edits the
+// policy that the resolver has.
+func TestServiceConfigTimeoutOfAnEditedCall(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRetrier(t, WithServiceConfig(`{"methodConfig": [{"name": [{}], "timeout": "5s"}]}`))
+		srv := testsrv.New(nil)
+		defer srv.Close()
+		cc, err := srv.Dial(append(r.DialOptions(), grpc.WithDefaultServiceConfig(configFor("{}", 3)))...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range 2 { // the first comes before the ClientConn has a config
+			if err := callAny(t.Context(), cc, get, WithCallPolicy(func(p *Policy) { p.MaxAttempts = 7 })); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for i, a := range srv.Attempts(get) {
+			if a.Left != 5*time.Second {
+				t.Errorf("call %d has %v left, want 5s", i+1, a.Left)
+			}
+		}
+	})
+}
+
+// With waitForReady from a service config, attempts that end before there is a
+// connection must not use up maxAttempts, as with the call's own option.
+func TestServiceConfigWaitForReadyKeepsAttempts(t *testing.T) {
+	doc := strings.Replace(configFor("{}", 2), `"retryPolicy": {`, `"waitForReady": true, "retryPolicy": {"perAttemptRecvTimeout": "1s", `, 1)
+	synctest.Test(t, func(t *testing.T) {
+		srv, client := serve(t, newRetrier(t, WithServiceConfig(doc)), nil)
+		srv.Kill()
+		go func() {
+			time.Sleep(30 * time.Second)
+			if err := srv.Restart(); err != nil {
+				t.Error(err)
+			}
+		}()
+		var report Report
+		if _, err := client.Get(t.Context(), &testpb.Request{}, WithReport(&report)); err != nil || report.Made() < 10 {
+			t.Errorf("%v after %d attempts, want success after the server came back", err, report.Made())
+		}
+	})
+}
+
+// What a service config adds to the attempts of one method must not reach those of another.
+func TestServiceConfigAdditionsStayWithTheirMethod(t *testing.T) {
+	doc := `{"methodConfig": [{"name": [{"service": "testsrv.v1.TestService", "method": "Get"}], "maxResponseMessageBytes": 1000}]}`
+	synctest.Test(t, func(t *testing.T) {
+		_, client := serve(t, newRetrier(t, WithServiceConfig(doc)), testsrv.Script{"*": testsrv.Sequence{{ReplySize: 2000}}})
+		for range 3 {
+			if _, err := client.Get(t.Context(), &testpb.Request{}); status.Code(err) != codes.ResourceExhausted {
+				t.Errorf("Get: %v, want RESOURCE_EXHAUSTED", err)
+			}
+			if _, err := client.Put(t.Context(), &testpb.Request{}); err != nil {
+				t.Errorf("Put: %v", err)
+			}
+		}
+	})
+}
+
 // With a policy in the .proto and another at the resolver only the resolver's
 // counts, from the first attempt on.
 func TestResolverReplacesDeclaredTimeouts(t *testing.T) {
@@ -325,7 +385,9 @@ func TestServiceConfigAddsToCalls(t *testing.T) {
 			t.Fatal(err)
 		}
 		srv.Kill()
-		if _, err := client.Get(t.Context(), &testpb.Request{}); status.Code(err) != codes.Unavailable {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		if _, err := client.Get(ctx, &testpb.Request{}); status.Code(err) != codes.Unavailable {
 			t.Errorf("waitForReady false in code, true at the resolver: %v, want UNAVAILABLE", err)
 		}
 	})
@@ -349,7 +411,8 @@ func TestServiceConfigAttemptTimeout(t *testing.T) {
 // A policy that hedges is kept and explained, and as there are no hedges yet it
 // makes a single attempt.
 func TestHedgingPolicyMakesOneAttempt(t *testing.T) {
-	doc := `{"methodConfig": [{"name": [{"service": "testsrv.v1.TestService"}], "hedgingPolicy": {"maxAttempts": 3, "hedgingDelay": "0.5s"}}]}`
+	doc := `{"methodConfig": [{"name": [{"service": "testsrv.v1.TestService"}], "hedgingPolicy":
+		{"maxAttempts": 3, "hedgingDelay": "0.5s", "nonFatalStatusCodes": ["UNAVAILABLE"]}}]}`
 	synctest.Test(t, func(t *testing.T) {
 		r := newRetrier(t, WithServiceConfig(doc))
 		srv, client := serve(t, r, testsrv.Script{get: testsrv.Fail(1, codes.Unavailable)})

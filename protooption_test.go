@@ -1,6 +1,7 @@
 package grpcretry
 
 import (
+	"context"
 	"fmt"
 	"log/slog"
 	"math"
@@ -11,7 +12,9 @@ import (
 	"testing/synctest"
 	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protodesc"
@@ -264,6 +267,29 @@ func TestDeclarationThatComesLate(t *testing.T) {
 	if again := r.set.Load().lookup(method); again != m {
 		t.Error("resolved at every call")
 	}
+
+	// The same through calls, which remember the method of the call before.
+	service = fmt.Sprintf("late.T%d", time.Now().UnixNano()) // a bubble's time is the same each time
+	synctest.Test(t, func(t *testing.T) {
+		invoker := func(context.Context, string, any, any, *grpc.ClientConn, ...grpc.CallOption) error {
+			return status.Error(codes.Unavailable, "down")
+		}
+		r := newRetrier(t)
+		attempts := func() int {
+			var report Report
+			_ = r.UnaryClientInterceptor()(t.Context(), "/"+service+"/M", nil, nil, nil, invoker, WithReport(&report))
+			return report.Made()
+		}
+		for range 3 {
+			if n := attempts(); n != 1 {
+				t.Errorf("%d attempts before, want 1", n)
+			}
+		}
+		register(t, service, unknown(t, grpcretryv1.E_Retry.TypeDescriptor().Number(), option))
+		if n := attempts(); n != 7 {
+			t.Errorf("%d attempts after, want 7", n)
+		}
+	})
 }
 
 // A GET that also is a POST may write; only what is nothing but GET may count, and
