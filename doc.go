@@ -43,9 +43,16 @@
 // of it comes from. The rules, in the order in which they are asked, are the
 // [Reason] constants.
 //
-// A method counts as idempotent when its .proto declares an idempotency_level,
-// when [WithIdempotent] or a policy's Idempotency says so, or when the
-// retryPolicy in the ClientConn's service config names it or its service.
+// A method counts as idempotent when its .proto declares it (idempotency_level,
+// or our own option), when [WithIdempotent] or a policy's Idempotency says so, or
+// when a retryPolicy in a service config names it or its service.
+//
+// # Where policies come from
+//
+// From code ([WithMethodPolicy], [WithDefaultPolicy]), else from a service config
+// given in code ([WithServiceConfig]), else from that of the ClientConn, else from
+// the option (grpcretry.v1.retry) in the method's .proto. [Retrier.Update] changes
+// them while calls run, and [WithDryRun] shows what they would do.
 //
 // # Streams
 //
