@@ -24,10 +24,7 @@ import (
 	"example.com/grpcretry/internal/testsrv/testpb"
 )
 
-type (
-	unaryHandler  = func(context.Context, *testpb.Request) (*testpb.Response, error)
-	streamHandler = func(grpc.ServerStream, *testpb.Request) error
-)
+type unaryHandler = func(context.Context, *testpb.Request) (*testpb.Response, error)
 
 // interceptors are the server interceptors for both kinds of methods.
 func interceptors(opts ...ServerOption) []grpc.ServerOption {
@@ -574,7 +571,7 @@ func TestServerAsksForNoRetryOfStreams(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				_, leaf := failingLeaf(t, codes.Unavailable, "")
-				handle := streamHandler(func(ss grpc.ServerStream, _ *testpb.Request) error {
+				handle := func(ss grpc.ServerStream, _ *testpb.Request) error {
 					if tt.before != nil {
 						if err := tt.before(ss); err != nil {
 							t.Error(err)
@@ -588,7 +585,7 @@ func TestServerAsksForNoRetryOfStreams(t *testing.T) {
 						err = tt.rewrap(err)
 					}
 					return err
-				})
+				}
 				srv := testsrv.New(testsrv.Script{list: testsrv.Sequence{{Stream: handle}}, sync: testsrv.Sequence{{Stream: handle}}},
 					testsrv.WithServerOptions(append(interceptors(), interceptors()...)...)) // stacked
 				t.Cleanup(srv.Close)

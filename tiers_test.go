@@ -134,6 +134,9 @@ func TestTiersInATotalOutage(t *testing.T) {
 		{"five without budgets, gRPC itself at the top", tiersOf{n: 5, client: []Option{WithBudget(Unlimited())}, topmost: grpcItself}, 200, 4},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
+			if raceEnabled {
+				tt.calls /= 4 // the same load for a shorter time
+			}
 			tt.tiers.leaf, tt.tiers.sockets = total, true
 			start := time.Now()
 			chain := tt.tiers.start(t)
@@ -224,7 +227,10 @@ func failingAt(share float64) testsrv.Reaction {
 // The trailer must not cost what retries are for: one attempt in ten fails at
 // the leaf, and the callers at the top hardly notice.
 func TestTiersWithOneFailureInTen(t *testing.T) {
-	const calls = 2000
+	calls := 2000
+	if raceEnabled {
+		calls = 500
+	}
 	for _, n := range []int{3, 5} {
 		for _, workers := range []int{1, 16} {
 			if workers == 1 && raceEnabled {
@@ -241,7 +247,7 @@ func TestTiersWithOneFailureInTen(t *testing.T) {
 					if got[n-1] < calls*105/100 {
 						t.Errorf("%d attempts at the leaf for %d calls, so too few failed to show anything", got[n-1], calls)
 					}
-					t.Logf("%.2f%% succeeded, requests per tier %v", 100*float64(ok)/calls, got)
+					t.Logf("%.2f%% succeeded, requests per tier %v", 100*float64(ok)/float64(calls), got)
 				})
 			})
 		}
