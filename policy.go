@@ -71,7 +71,8 @@ type Policy struct {
 	Hedge Hedge
 
 	// ReplayBytes is how much of what a stream's caller sent is kept so that
-	// it can be sent again, in bytes of encoded messages. 0 means
+	// it can be sent again, in bytes of encoded messages; of very small ones at
+	// most as many as fill it with 32 bytes each, or 1024. 0 means
 	// [DefaultReplayBytes]; when it is exceeded the stream is committed.
 	ReplayBytes int
 

@@ -113,9 +113,13 @@ func wrapUp(m any) parcel {
 	return parcel{cause: causeNotProto}
 }
 
+// most is how many messages the log holds, because empty ones take memory too: as
+// many as fill it with 32 bytes each, but no less than 1024.
+func (l *replayLog) most() int { return max(1024, l.limit/32) }
+
 // keep adds p to the log if it can be, unless it is not needed any more.
 func (l *replayLog) keep(p *parcel) bool {
-	if p.message == nil || l.closed || p.size > l.limit-l.size {
+	if p.message == nil || l.closed || p.size > l.limit-l.size || len(l.entries) >= l.most() {
 		return false
 	}
 	l.add(p.message, p.size)

@@ -395,3 +395,17 @@ func TestReplayLogKeepsMessages(t *testing.T) {
 		log.free()
 	}
 }
+
+// A stream of heartbeats may go on for days without an answer. Its messages are
+// empty, so that no number of bytes would ever end the keeping of them.
+func TestLogOfEmptyMessagesIsBounded(t *testing.T) {
+	l := replayLog{limit: DefaultReplayBytes}
+	const most = DefaultReplayBytes / 32
+	n := 0
+	for n <= most && l.keep(&parcel{message: &testpb.Request{}}) {
+		n++
+	}
+	if n != most {
+		t.Errorf("%d empty messages were kept, want %d", n, most)
+	}
+}
