@@ -200,7 +200,7 @@ func (s *clientStream) commit(a *attempt, cause commitCause) {
 		s.committed = cause
 		s.resumable = s.resumable && !cause.unreplayable() && s.call.resume.keep(&s.log)
 	}
-	if !s.resumable && s.idle == 0 && s.half == 0 { // else every RecvMsg takes the role
+	if !s.resumable && s.idle == 0 && s.half == 0 && (s.first == 0 || a.given) { // else every RecvMsg takes the role
 		s.receives.Store(a)
 	}
 	if a.caughtUp {

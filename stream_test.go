@@ -540,6 +540,12 @@ func TestStreamTimeouts(t *testing.T) {
 			script: testsrv.Sequence{{Block: true, Messages: -1}}.ThenOK(), policy: func(p *Policy) { p.FirstResponseTimeout = 100 * ms },
 			reasons: []string{"retry", "success"}, elapsed: 110 * ms,
 		},
+		"a first response that does not come after more was sent than is kept": {
+			method: syncUp,
+			script: testsrv.Sequence{{Block: true, NoEcho: true, Messages: -1}}, policy: func(p *Policy) { p.FirstResponseTimeout, p.ReplayBytes = 100*ms, 1 },
+			parent: time.Hour, call: pingPong(1),
+			code: attemptTimedOut, reasons: []string{"committed"}, elapsed: 100 * ms,
+		},
 		"a first response that never comes": {
 			script: testsrv.Sequence{{Block: true, Messages: -1}}, policy: func(p *Policy) { p.FirstResponseTimeout = 100 * ms },
 			code: attemptTimedOut, reasons: []string{"retry", "retry", "attempts_exhausted"}, elapsed: 330 * ms,
