@@ -61,6 +61,7 @@ type clientStream struct {
 	mu        sync.Mutex
 	cond      sync.Cond // broadcast at every change that somebody may wait for
 	cur       *attempt  // nil while there is none with a stream
+	latest    *attempt  // that had one
 	settling  bool      // cur has ended or is nil, and it is being decided what follows
 	receiving bool      // somebody holds the role
 	headers   int       // callers in Header, who wait without the role
@@ -68,10 +69,12 @@ type clientStream struct {
 	resumable bool        // though committed, it may go on with another attempt
 	header    metadata.MD // that of the attempt which committed a resumable stream
 	log       replayLog
-	unwatch   func() bool // ends the watch over a caller whose attempt timed out
-	deserted  bool        // the call ended though nobody had asked for its status
-	over      bool        // the call has ended,
-	final     error       // with this; io.EOF is success
+	unwatch   func() bool     // ends the watch over a caller who may leave without a word of grpc's
+	ctx       context.Context // the caller's view of it while the attempt may change, once asked for,
+	endCtx    context.CancelFunc
+	deserted  bool  // the call ended though nobody had asked for its status
+	over      bool  // the call has ended,
+	final     error // with this; io.EOF is success
 }
 
 // attempt is one attempt of a stream.
@@ -119,6 +122,11 @@ func (r *Retrier) stream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.Cl
 	defer s.leave()
 	if !s.open() {
 		return nil, s.final
+	}
+	if cc == nil && ctx.Done() != nil { // no grpc, no OnFinish: only the context tells that the caller has left
+		s.mu.Lock()
+		s.unwatch = context.AfterFunc(c.ctx, s.desert)
+		s.mu.Unlock()
 	}
 	return s, nil
 }
@@ -173,7 +181,7 @@ func (s *clientStream) install(a *attempt) {
 	if s.log.limit == 0 {
 		s.configure()
 	}
-	s.cur, s.settling = a, false
+	s.cur, s.latest, s.settling = a, a, false
 	s.cond.Broadcast()
 	if !c.repeatable() {
 		a.caughtUp = true // it was sent, so nothing will replace it, and nothing need be kept
@@ -347,16 +355,8 @@ func (s *clientStream) Trailer() metadata.MD {
 	return nil
 }
 
-// Context implements grpc.ClientStream. Before the stream is committed it is
-// the call's, with what the attempt's knows beyond that.
-func (s *clientStream) Context() context.Context {
-	if a := s.tied(); a != nil {
-		return a.inner.Context()
-	}
-	return callContext{s.call.ctx, s}
-}
-
-// tied is the attempt that no other replaces any more; nil if there may be one.
+// tied is the attempt from which the caller has something, or on which the call
+// ended; nil if there is none.
 func (s *clientStream) tied() *attempt {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -366,10 +366,30 @@ func (s *clientStream) tied() *attempt {
 	return s.cur
 }
 
-// callContext is the context of a stream that is not committed. grpc finds in it
-// what it needs for [grpc.PreparedMsg.Encode].
+// Context implements grpc.ClientStream. While another attempt may replace the
+// present one it is the call's, with what the attempt's knows beyond that.
+func (s *clientStream) Context() context.Context {
+	s.mu.Lock()
+	a := s.cur
+	if a != nil && (s.over || !s.resumable && (s.committed != "" || s.sends.Load() == a)) {
+		s.mu.Unlock()
+		return a.inner.Context()
+	}
+	defer s.mu.Unlock()
+	if s.ctx == nil {
+		s.ctx, s.endCtx = context.WithCancel(s.call.ctx)
+		if s.over {
+			s.endCtx()
+		}
+	}
+	return callContext{s.ctx, s}
+}
+
+// callContext is the context of a stream whose attempt may change. It ends with
+// the stream, as grpc's own does, and not with an attempt. grpc finds in it what
+// it needs for [grpc.PreparedMsg.Encode].
 type callContext struct {
-	context.Context // the call's
+	context.Context // descends from the call's
 	stream          *clientStream
 }
 
@@ -378,11 +398,8 @@ func (c callContext) Value(key any) any {
 		return v
 	}
 	c.stream.mu.Lock()
-	a := c.stream.cur
+	a := c.stream.latest
 	c.stream.mu.Unlock()
-	if a == nil {
-		return nil
-	}
 	return a.inner.Context().Value(key)
 }
 
@@ -428,7 +445,8 @@ func (s *clientStream) settleUnasked(a *attempt) {
 	}
 	defer s.leave()
 	var err error
-	if md, _ := a.inner.Header(); md == nil {
+	// Without grpc a missing header says nothing, and what is received here is lost.
+	if md, _ := a.inner.Header(); md == nil && s.call.cc != nil {
 		err = a.inner.RecvMsg(new(emptypb.Empty))
 	}
 	if err == nil { // there is an answer, whose messages only the caller can read
@@ -532,6 +550,9 @@ func (s *clientStream) close(final error) {
 	if s.unwatch != nil {
 		s.unwatch()
 	}
+	if s.endCtx != nil {
+		s.endCtx()
+	}
 	s.cond.Broadcast()
 }
 
@@ -553,6 +574,9 @@ func (s *clientStream) finished(a *attempt, err error) {
 func (s *clientStream) desert() {
 	s.mu.Lock()
 	a := s.cur
+	if end := s.call.ctx.Err(); s.call.cc == nil && end != nil && a != nil && !a.gone {
+		a.gone, a.err = true, status.FromContextError(end).Err()
+	}
 	if a == nil || !a.gone || s.over || s.receiving || s.headers > 0 {
 		s.mu.Unlock()
 		return
@@ -571,6 +595,9 @@ func (s *clientStream) desert() {
 	s.deciding = true
 	defer s.leave()
 	a.cancel()
+	if c := &s.call; !c.dest.probe.ended() {
+		c.dest = newDestinations(newProbe())
+	}
 	s.decide(a, a.err)
 }
 

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/metadata"
 
 	"example.com/grpcretry/internal/testsrv/testpb"
@@ -65,6 +66,11 @@ func TestStreamCost(t *testing.T) {
 		// and where it may have to be sent again the log: its list, its bytes.
 		logged = plain + 2
 	)
+	cc, err := grpc.NewClient("passthrough:///unused", grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = cc.Close() })
 	for name, test := range map[string]struct {
 		method string
 		want   float64
@@ -83,7 +89,7 @@ func TestStreamCost(t *testing.T) {
 			request, response := &testpb.Request{Number: 1}, &testpb.Response{}
 			run := func(messages int) {
 				fake.messages = messages
-				stream, err := open(t.Context(), desc, nil, test.method, streamer)
+				stream, err := open(t.Context(), desc, cc, test.method, streamer)
 				if err != nil {
 					t.Fatal(err)
 				}
