@@ -58,8 +58,11 @@ func TestStreamContext(t *testing.T) {
 		if stream.Context().Err() == nil {
 			t.Error("the context of the attempt is alive after its end")
 		}
-		if early.Err() != nil {
-			t.Error("the caller's context ended with the stream")
+		if early.Err() == nil {
+			t.Error("the context that was asked for early is alive after the end of the stream")
+		}
+		if ctx.Err() != nil {
+			t.Error("the caller's own context ended with the stream")
 		}
 		if n := srv.Count(syncUp); n != 2 {
 			t.Errorf("%d attempts, want 2: asking for the context committed the stream", n)

@@ -41,7 +41,7 @@ func (*kept) ForceFlush(context.Context) error { return nil }
 func text(name string, at time.Time, attrs []attribute.KeyValue) string {
 	parts := []string{name, at.UTC().Format(time.RFC3339Nano)}
 	for _, a := range attrs {
-		parts = append(parts, fmt.Sprintf("%s=%s:%s", a.Key, a.Value.Type(), a.Value.Emit()))
+		parts = append(parts, fmt.Sprintf("%s=%s:%s", a.Key, a.Value.Type(), a.Value.String()))
 	}
 	return strings.Join(parts, " ")
 }
