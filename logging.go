@@ -43,6 +43,7 @@ type methodLog struct {
 	// unusable is set once the log has told that the .proto declares a policy
 	// which cannot be followed.
 	unusable atomic.Bool
+	unhedged atomic.Bool  // the policy hedges
 	refused  atomic.Int64 // retries, for want of idempotency; for the audit
 	givenUp  throttledLine
 }
@@ -112,9 +113,13 @@ func (r *Retrier) logDeclined(c *call, a *Attempt) {
 	)
 }
 
-// logUnusable tells, once per method, that the policy which its .proto declares
-// cannot be followed.
+// logUnusable tells, once per method, that its policy hedges, which is not done
+// yet, or that the one which its .proto declares cannot be followed.
 func (r *Retrier) logUnusable(m *method) {
+	if m.policy.Hedge.MaxAttempts > 1 && m.log.unhedged.CompareAndSwap(false, true) {
+		r.log().LogAttrs(context.Background(), slog.LevelWarn, "grpcretry: the policy hedges, which is not implemented yet: calls make one attempt",
+			slog.String("method", m.name), slog.String("policy_source", m.source.String()))
+	}
 	if m.declared.fault == nil || !m.log.unusable.CompareAndSwap(false, true) {
 		return
 	}

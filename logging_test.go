@@ -442,3 +442,22 @@ func TestLogGoesToTheDefaultLogger(t *testing.T) {
 		t.Errorf("logged\n%s", book.text())
 	}
 }
+
+// Whoever asks for hedges must learn that there are none yet: the policy makes
+// one attempt, and would otherwise lose its retries in silence.
+func TestHedgesAreMissedOncePerMethod(t *testing.T) {
+	r, book := loggedRetrier(t, slog.LevelWarn,
+		WithMethodPolicy(get, Policy{Hedge: Hedge{MaxAttempts: 2, Delay: time.Second}, Idempotency: Idempotent}))
+	for range 3 {
+		if err := invokeFake(t.Context(), r, get, func(int) error { return nil }); err != nil {
+			t.Fatal(err)
+		}
+		if err := invokeFake(t.Context(), r, put, func(int) error { return nil }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	lines := book.lines(t)
+	if len(lines) != 1 || lines[0]["method"] != get || lines[0]["policy_source"] != "method" {
+		t.Errorf("logged %v, want one line about %s", lines, get)
+	}
+}
