@@ -16,6 +16,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	dto "github.com/prometheus/client_model/go"
+	"github.com/prometheus/common/model"
 	"github.com/prometheus/prometheus/model/labels"
 	"github.com/prometheus/prometheus/promql"
 	"github.com/prometheus/prometheus/promql/parser"
@@ -329,7 +330,7 @@ func TestDashboard(t *testing.T) {
 						t.Errorf("%s: %s is not exposed", p.Title, n.Name)
 					}
 					for _, m := range n.LabelMatchers {
-						if !labelNames[m.Name] && m.Name != labels.MetricName {
+						if !labelNames[m.Name] && m.Name != model.MetricNameLabel {
 							t.Errorf("%s: no series has the label %s", p.Title, m.Name)
 						}
 					}
