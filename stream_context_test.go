@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
 
 	"example.com/grpcretry/internal/testsrv"
 	"example.com/grpcretry/internal/testsrv/testpb"
@@ -127,7 +128,7 @@ func (s *inProcess) RecvMsg(m any) error {
 		}
 		return nil
 	case <-s.ctx.Done():
-		return s.ctx.Err()
+		return status.FromContextError(s.ctx.Err()).Err()
 	}
 }
 
