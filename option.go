@@ -263,7 +263,9 @@ func WithHooks(h Hooks) Option {
 
 // Hooks are functions that are told what happens. They run on the goroutine of
 // the call, outside locks, possibly for many calls at once, so they should be
-// quick. A panic in one goes through to the caller; nothing is lost by it.
+// quick. A panic in one goes through to the caller; nothing is lost by it. Those
+// of a stream that its caller left, by cancelling its context or closing the
+// ClientConn, run on a goroutine of gRPC's.
 type Hooks struct {
 	// AttemptEnd runs after each attempt, when it is decided what follows.
 	AttemptEnd func(ctx context.Context, a Attempt)
@@ -290,9 +292,9 @@ func WithCallPolicy(edit func(*Policy)) grpc.CallOption { return callPolicyOptio
 func WithoutRetry() grpc.CallOption { return withoutRetryOption{} }
 
 // WithReport fills *r when the call ends, whatever its result. Each call needs
-// a Report of its own, which must not be read before the call returned. A nil
-// r is ignored, and of several Reports each is filled. Without the interceptor
-// it does nothing.
+// a Report of its own, which must not be read before the call returned, or, of a
+// stream, before it ended. A nil r is ignored, and of several Reports each is
+// filled. Without the interceptor it does nothing.
 func WithReport(r *Report) grpc.CallOption { return reportOption{report: r} }
 
 // WithIdempotencyKey sends the metadata "idempotency-key: key", the same in
