@@ -108,10 +108,16 @@ func wrapUp(m any) parcel {
 	case *grpc.PreparedMsg:
 		return parcel{cause: causePrepared}
 	case proto.Message:
-		return parcel{message: m, cause: causeOverflow, size: proto.Size(m)}
+		if whole(m) {
+			return parcel{message: m, cause: causeOverflow, size: proto.Size(m)}
+		}
 	}
 	return parcel{cause: causeNotProto}
 }
+
+// whole reports whether m is all that its reflection knows. A struct that embeds
+// a message passes for one, but a copy would be of the message alone.
+func whole(m proto.Message) bool { return m.ProtoReflect().Interface() == m }
 
 // most is how many messages the log holds, because empty ones take memory too: as
 // many as fill it with 32 bytes each, but no less than 1024.

@@ -104,7 +104,7 @@ func (r *resumption) keep(sent *replayLog) bool {
 // delivered keeps a copy of m, and reports false if that cannot be.
 func (r *resumption) delivered(m any) bool {
 	p, ok := m.(proto.Message)
-	if ok {
+	if ok = ok && whole(p); ok {
 		r.last = proto.Clone(p)
 	}
 	return ok

@@ -429,3 +429,25 @@ func TestResumeCancelledInTheWait(t *testing.T) {
 		}
 	})
 }
+
+// A struct around a message is more than the copies of messages that a callback
+// is given. Without a copy there is no going on, and the caller gets the error.
+func TestResumeOfAStructAroundAMessage(t *testing.T) {
+	type around struct{ *testpb.Response }
+	synctest.Test(t, func(t *testing.T) {
+		srv, cc := serveStreams(t, newRetrier(t, exactly(nil)), testsrv.Script{list: testsrv.Sequence{{Messages: 1, Code: codes.Unavailable}}.ThenOK()})
+		stream := open(t, t.Context(), cc, list, WithResume(func(r *testpb.Request, last *around) (*testpb.Request, bool) {
+			r.After = last.Number
+			return r, true
+		}))
+		send(t, stream, 1)
+		closeSend(t, stream)
+		if err := stream.RecvMsg(&around{new(testpb.Response)}); err != nil {
+			t.Fatal(err)
+		}
+		checkCode(t, stream.RecvMsg(&around{new(testpb.Response)}), codes.Unavailable)
+		if n := srv.Count(list); n != 1 {
+			t.Errorf("%d attempts, want 1", n)
+		}
+	})
+}

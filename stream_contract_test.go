@@ -14,7 +14,6 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/encoding"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
@@ -325,6 +324,13 @@ func TestStreamsThatCannotBeReplayed(t *testing.T) {
 			options: []grpc.CallOption{grpc.ForceCodec(rawCodec{})},
 			cause:   "not_proto",
 		},
+		"a struct around a message": { // which passes for the message, but a copy would lose the rest
+			send: func(stream grpc.ClientStream) error {
+				return stream.SendMsg(&envelope{Request: new(testpb.Request), number: 1})
+			},
+			options: []grpc.CallOption{grpc.ForceCodec(rawCodec{})},
+			cause:   "not_proto",
+		},
 		"more than ReplayBytes": {
 			send: func(stream grpc.ClientStream) error {
 				return stream.SendMsg(&testpb.Request{Number: 1, Payload: make([]byte, 100)})
@@ -370,12 +376,23 @@ type rawCodec struct{}
 
 type rawMessage struct{ data []byte }
 
+// envelope is a message with something beside it that the codec knows about.
+type envelope struct {
+	*testpb.Request
+	number int64
+}
+
 func (rawCodec) Name() string { return "proto" }
 func (rawCodec) Marshal(v any) ([]byte, error) {
-	if m, ok := v.(*rawMessage); ok {
+	switch m := v.(type) {
+	case *rawMessage:
 		return m.data, nil
+	case *envelope:
+		return proto.Marshal(&testpb.Request{Number: m.number})
+	case proto.Message:
+		return proto.Marshal(m)
 	}
-	return encoding.GetCodec("proto").Marshal(v)
+	return nil, fmt.Errorf("a %T", v)
 }
 func (rawCodec) Unmarshal(data []byte, v any) error {
 	m, ok := v.(proto.Message)
