@@ -677,11 +677,11 @@ func lookalikes() []fault {
 		}, code: codes.Canceled},
 		{group: group, unary: true, name: "an interceptor further in loses the call options, the connection is cut", setup: func(w *world) {
 			w.dial = append(w.dial, grpc.WithChainUnaryInterceptor(dropOptions(1)))
-			w.scripted(testsrv.Sequence{{Cut: true}})
+			w.scripted(testsrv.Sequence{{NoEcho: true, Cut: true}})
 		}, code: codes.Unavailable},
 		{group: group, unary: true, name: "an interceptor further in loses the call options after a call that had them, the connection is cut", setup: func(w *world) {
 			w.dial = append(w.dial, grpc.WithChainUnaryInterceptor(dropOptions(2)))
-			w.scripted(testsrv.Sequence{{}, {Cut: true}})
+			w.scripted(testsrv.Sequence{{}, {NoEcho: true, Cut: true}})
 			w.warmUp(write, put)
 		}, code: codes.Unavailable},
 		{group: group, unary: true, name: "an interceptor further in answers UNAVAILABLE itself after it made the call", setup: func(w *world) {
@@ -695,7 +695,7 @@ func lookalikes() []fault {
 		}, code: codes.Unavailable},
 		{group: group, name: "a connection that shows no address and no credentials, cut after the handler ran", setup: func(w *world) {
 			w.dial = append(w.dial, grpc.WithTransportCredentials(namelessCredentials{insecure.NewCredentials()}))
-			w.scripted(testsrv.Sequence{{Cut: true}})
+			w.scripted(testsrv.Sequence{{NoEcho: true, Cut: true}})
 		}, code: codes.Unavailable},
 	}
 }
@@ -711,10 +711,10 @@ func cutFaults() []fault {
 		{group: group, name: "cut within the reply", raw: frames(process(), okHeaders(), testsrv.Data(testsrv.Framed(0, 100, []byte("half")), false), testsrv.Cut()), code: codes.Unavailable},
 		{group: group, name: "cut between the reply and its trailers", raw: frames(process(), okHeaders(), testsrv.Message(&testpb.Response{}), testsrv.Cut()), code: codes.Unavailable},
 		{group: group, name: "cut within a frame header", raw: frames(process(), testsrv.Bytes([]byte{0, 0}), testsrv.Cut()), code: codes.Unavailable},
-		{group: group, name: "cut after the handler of a real server ran", setup: func(w *world) { w.scripted(testsrv.Sequence{{Cut: true}}) }, code: codes.Unavailable},
+		{group: group, name: "cut after the handler of a real server ran", setup: func(w *world) { w.scripted(testsrv.Sequence{{NoEcho: true, Cut: true}}) }, code: codes.Unavailable},
 		{group: group, name: "server killed while the handler works", setup: func(w *world) {
 			var srv *testsrv.Server
-			srv = w.scripted(testsrv.Func(func(int, testsrv.Attempt) testsrv.Step { go srv.Kill(); return testsrv.Step{Block: true} }))
+			srv = w.scripted(testsrv.Func(func(int, testsrv.Attempt) testsrv.Step { go srv.Kill(); return testsrv.Step{NoEcho: true, Block: true} }))
 		}, code: codes.Unavailable},
 		{group: group, name: "the network goes dead, keepalive notices", raw: frames(process()), rawOpts: []testsrv.RawOption{testsrv.RawNoPings()},
 			dial:   []grpc.DialOption{grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: time.Second})},
