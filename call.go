@@ -263,11 +263,15 @@ func (c *call) run(attempt func(context.Context, []grpc.CallOption) error) error
 	defer c.close()
 	for {
 		err := attempt(c.start())
-		if !c.end(err) || !c.wait() {
+		if !c.again(err) {
 			return c.finish(err)
 		}
 	}
 }
+
+// again ends the attempt with err, and reports whether another is to start now,
+// its wait being over.
+func (c *call) again(err error) bool { return c.end(err) && c.wait() }
 
 // start begins the next attempt and gives what to call it with. Its context
 // descends from the caller's, never from that of an earlier attempt.

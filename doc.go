@@ -85,4 +85,9 @@
 // (logging, metrics of calls) and before those that are meant to see every
 // attempt (per-attempt authentication). Where two Retriers meet in one chain
 // the outer one retries, and the inner one passes its attempts through.
+//
+// An interceptor further in that makes calls of its own with the call options of
+// an attempt, such as one that mirrors requests and does not wait for the copy,
+// writes where the attempt's result is expected. It belongs before this one, or
+// has to leave the options out.
 package grpcretry

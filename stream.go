@@ -148,7 +148,7 @@ func (s *clientStream) open() bool {
 			s.install(a)
 			return true
 		}
-		if !c.end(err) || !c.wait() {
+		if !c.again(err) {
 			s.conclude(err)
 			return false
 		}
@@ -511,7 +511,7 @@ func (s *clientStream) decide(a *attempt, err error) bool {
 		c.progress()
 	}
 	s.mu.Unlock()
-	if !c.end(err) || !c.wait() {
+	if !c.again(err) {
 		s.conclude(err)
 		return false
 	}
