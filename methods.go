@@ -88,7 +88,7 @@ type method struct {
 	askFirst                       bool // before the first attempt
 	resolved                       atomic.Pointer[resolverPolicy]
 
-	log     *methodLog
+	memory  *methodMemory
 	metrics atomic.Pointer[methodMetrics]
 	kept    bool // in the cache, and so with series of its own
 }
@@ -105,9 +105,9 @@ type policySet struct {
 	followResolver bool
 	children       map[string]*child // keyed alike; they outlive the policySet
 
-	cache atomic.Pointer[map[string]*method]
-	mu    sync.Mutex
-	logs  *methodLogs // those of the policySet before this one, if there was one
+	cache    atomic.Pointer[map[string]*method]
+	mu       sync.Mutex
+	memories *methodMemories // those of the policySet before this one, if there was one
 }
 
 // newPolicySet indexes what the options said, and adds to c.faults what is wrong with it.
@@ -121,7 +121,7 @@ func newPolicySet(c *config) *policySet {
 		httpGet:        c.httpGet,
 		children:       map[string]*child{},
 		followResolver: !c.noResolver,
-		logs:           new(methodLogs),
+		memories:       new(methodMemories),
 	}
 	s.cache.Store(&map[string]*method{})
 	f := &c.faults
@@ -254,10 +254,10 @@ func (s *policySet) lookup(fullMethod string) *method {
 		return known
 	}
 	if len(old) >= maxMethodsKept && known == nil {
-		m.log = &s.logs.others
+		m.memory = &s.memories.others
 		return m
 	}
-	m.log, m.kept = s.logs.of(m.asked), true
+	m.memory, m.kept = s.memories.of(m.asked), true
 	cache := make(map[string]*method, len(old)+1)
 	for name, m := range old {
 		cache[name] = m

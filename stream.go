@@ -158,7 +158,6 @@ func (s *clientStream) open() bool {
 // start is the call's, with an OnFinish that belongs to a.
 func (s *clientStream) start(a *attempt) (context.Context, []grpc.CallOption) {
 	c := &s.call
-	c.opened, c.answered, c.timedOut = false, false, false
 	p := newProbe()
 	p.option.OnFinish = func(err error) {
 		p.finish(err)
