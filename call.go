@@ -81,7 +81,8 @@ type callState struct {
 	hedging  bool   // attempts may overlap; what follows is for hedged calls only
 	others   bool   // run beside that at hand
 	hedges   int    // made
-	wanted   bool   // one was due
+	timed    bool   // they had their time,
+	wanted   bool   // and that of one came
 	unhedged Reason // why there is no hedge, or no further one
 
 	retries  int           // since the last pushback, for the backoff
@@ -372,7 +373,7 @@ func (c *call) judge(err error) bool {
 		} else {
 			c.record(OutcomeExtraOK)
 		}
-		if c.hedging && !c.wanted {
+		if c.timed && !c.wanted {
 			c.record(OutcomeHedgeUnneeded)
 		}
 		if !c.observed && (c.made == 1 || c.within() == nil) {

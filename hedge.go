@@ -23,8 +23,10 @@ const leastQuantileDelay = time.Millisecond
 // of its own, which touches nothing but its entrant.
 type race struct {
 	call    *call
-	enter   func(*entrant, context.Context, []grpc.CallOption) error // makes an attempt
-	examine func(*entrant)                                           // nil, or learns what else there is to know of one that has ended
+	begin   func(*entrant) (context.Context, []grpc.CallOption)      // sets another attempt up,
+	enter   func(*entrant, context.Context, []grpc.CallOption) error // and makes it
+	examine func(*entrant)                                           // learns what else there is to know of one that has ended
+	begun   time.Time
 	delay   time.Duration
 	timed   bool // hedges come after the delay
 
@@ -50,6 +52,7 @@ type entrant struct {
 	current
 	reply    any      // the attempt's own
 	stream   *attempt // nil for a unary call
+	empty    bool     // it ended well without a message
 	err      error
 	returned bool // it neither panicked nor ended its goroutine
 	panicked any
@@ -84,8 +87,9 @@ func (c *call) mayHedge() bool {
 // the loop to find out. All of them have returned.
 func (r *race) run(first *entrant, ctx context.Context, opts []grpc.CallOption) *entrant {
 	c := r.call
-	r.results = make(chan *entrant)
+	r.results, r.begun = make(chan *entrant), time.Now()
 	r.delay, r.timed = c.hedgeDelay()
+	c.timed = c.timed || r.timed
 	defer r.close()
 	r.start(first, ctx, opts)
 	for {
@@ -103,7 +107,7 @@ func (r *race) run(first *entrant, ctx context.Context, opts []grpc.CallOption) 
 			r.lost = append(r.lost, e)
 			continue
 		}
-		r.learn(e)
+		r.examine(e)
 		c.others = true
 		c.judge(e.err)
 		c.others = false
@@ -204,9 +208,10 @@ func (r *race) hedge() {
 	}
 	c.hedges++
 	c.current = current{grant: grant, granted: grantReserved}
-	ctx, opts := c.start()
+	e := new(entrant)
+	ctx, opts := r.begin(e)
 	c.hedge = true
-	r.start(new(entrant), ctx, opts)
+	r.start(e, ctx, opts)
 }
 
 // check lets a panic of something further in go on where the call was made.
@@ -217,12 +222,6 @@ func (r *race) check(e *entrant) {
 		panic(e.panicked)
 	default: // as a test does that fails in an interceptor
 		runtime.Goexit()
-	}
-}
-
-func (r *race) learn(e *entrant) {
-	if r.examine != nil {
-		r.examine(e)
 	}
 }
 
@@ -273,7 +272,7 @@ func (r *race) cancel() []*entrant {
 func (r *race) lose(e *entrant) {
 	c := r.call
 	c.current = e.current
-	r.learn(e)
+	r.examine(e)
 	c.stopTimer()
 	c.settle(false)
 	c.facts(e.err)
@@ -353,17 +352,22 @@ func (r *race) measure(e *entrant) {
 	}
 	timedOut := e.err != nil && statusOf(e.err).Code() == codes.DeadlineExceeded && passed(e.cutoff, e.ended)
 	if known := c.method.latencies(); known != nil && (r.decider.err == nil || timedOut) {
-		known.add(e.ended.Sub(e.begun.time(e.ended)), q)
+		known.add(e.ended.Sub(r.begun), q)
 	}
 }
 
 // hedged makes the attempts of a unary call overlap.
 func (c *call) hedged(reply any, invoke func(ctx context.Context, reply any, opts []grpc.CallOption) error) func(context.Context, []grpc.CallOption) error {
 	return func(ctx context.Context, opts []grpc.CallOption) error {
-		r := race{call: c, enter: func(e *entrant, ctx context.Context, opts []grpc.CallOption) error {
-			e.reply, _ = ownReply(reply)
-			return invoke(ctx, e.reply, opts)
-		}}
+		r := race{
+			call:  c,
+			begin: func(*entrant) (context.Context, []grpc.CallOption) { return c.start() },
+			enter: func(e *entrant, ctx context.Context, opts []grpc.CallOption) error {
+				e.reply, _ = ownReply(reply)
+				return invoke(ctx, e.reply, opts)
+			},
+			examine: func(*entrant) {}, // grpc has told all
+		}
 		e := r.run(new(entrant), ctx, opts)
 		if e.err == nil {
 			handReply(reply, e.reply)
@@ -376,7 +380,7 @@ func (c *call) hedged(reply any, invoke func(ctx context.Context, reply any, opt
 // do not overlap.
 func (c *call) canOwn(reply any) bool {
 	_, ok := ownReply(reply)
-	if c.hedging = ok; !ok {
+	if c.hedging = c.hedging && ok; !ok {
 		c.r.logUnhedged(c, "no other reply like the caller's can be made, because it is none of protobuf's and holds pointers")
 	}
 	return ok
@@ -391,32 +395,33 @@ func ownReply(reply any) (own any, ok bool) {
 	if m, isProto := reply.(proto.Message); isProto && whole(m) {
 		return proto.Clone(m), true
 	}
-	made := reflect.New(v.Type().Elem())
-	if !v.Elem().IsZero() {
-		if !flat(v.Type().Elem()) {
-			return nil, false
-		}
-		made.Elem().Set(v.Elem())
+	if shares(v.Elem()) {
+		return nil, false
 	}
+	made := reflect.New(v.Type().Elem())
+	made.Elem().Set(v.Elem())
 	return made.Interface(), true
 }
 
-// flat reports whether copies of a value share nothing.
-func flat(t reflect.Type) bool {
-	switch t.Kind() {
+// shares reports whether a copy of v would share something with it.
+func shares(v reflect.Value) bool {
+	switch v.Kind() {
 	case reflect.Array:
-		return flat(t.Elem())
-	case reflect.Struct:
-		for i := range t.NumField() {
-			if !flat(t.Field(i).Type) {
-				return false
+		for i := range v.Len() {
+			if shares(v.Index(i)) {
+				return true
 			}
 		}
-		return true
+	case reflect.Struct:
+		for i := range v.NumField() {
+			if shares(v.Field(i)) {
+				return true
+			}
+		}
 	case reflect.Chan, reflect.Func, reflect.Interface, reflect.Map, reflect.Pointer, reflect.Slice, reflect.UnsafePointer:
-		return false
+		return !v.IsNil()
 	}
-	return true
+	return false
 }
 
 // handReply gives the caller the winner's reply.

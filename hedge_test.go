@@ -2,6 +2,12 @@ package grpcretry
 
 import (
 	"context"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -11,6 +17,8 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/dynamicpb"
 
 	"example.com/grpcretry/internal/testsrv"
 	"example.com/grpcretry/internal/testsrv/testpb"
@@ -312,7 +320,7 @@ func TestRefusedHedge(t *testing.T) {
 // due, and from nobody else, or hedging feeds on itself when servers are slow.
 func TestWhoPaysForHedges(t *testing.T) {
 	for name, test := range map[string]struct {
-		script testsrv.Sequence
+		script testsrv.Reaction
 		hedge  Hedge
 		main   float64 // tokens after the call, of 70 and 50, less 20 of each at first
 		funds  float64
@@ -324,7 +332,9 @@ func TestWhoPaysForHedges(t *testing.T) {
 		"a fatal failure":           {testsrv.Sequence{{Code: codes.Internal}}, Hedge{MaxAttempts: 2, Delay: 50 * ms}, 50, 30},
 		"a failure, then answered":  {testsrv.Sequence{{Code: codes.Unavailable}, {}}, Hedge{MaxAttempts: 2, Delay: 50 * ms}, 50, 30.5},
 		"a failure, then a failure": {testsrv.Sequence{{Code: codes.Unavailable}}, Hedge{MaxAttempts: 2, Delay: 50 * ms}, 43, 30},
-		"at once":                   {testsrv.Sequence{{Delay: ms}, {Delay: 9 * ms}}, Hedge{MaxAttempts: 2, AtOnce: true}, 51, 25},
+		"at once": {testsrv.Func(func(_ int, a testsrv.Attempt) testsrv.Step {
+			return testsrv.Step{Delay: time.Duration(1+len(a.Metadata.Get("grpc-previous-rpc-attempts"))) * ms}
+		}), Hedge{MaxAttempts: 2, AtOnce: true}, 51, 25},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -341,5 +351,175 @@ func TestWhoPaysForHedges(t *testing.T) {
 				}
 			})
 		})
+	}
+}
+
+// All that a caller is given must be of one and the same attempt, the winner,
+// whatever the codec does with what is in the reply; and what the caller put
+// there must not be lost.
+func TestHedgesShareNothing(t *testing.T) {
+	into := ""
+	desc := (&testpb.Response{}).ProtoReflect().Descriptor()
+	for name, test := range map[string]struct {
+		reply any
+		got   func(reply any) any
+		want  any
+		one   bool // it cannot be doubled, so there are no hedges
+	}{
+		"generated message": {reply: &testpb.Response{Text: "before"}, got: func(r any) any { return r.(*testpb.Response).GetItems()[0] }, want: "testsrv/3"},
+		"dynamic message": {
+			reply: dynamicpb.NewMessage(desc),
+			got: func(r any) any {
+				return r.(proto.Message).ProtoReflect().Get(desc.Fields().ByName("items")).List().Get(0).String()
+			},
+			want: "testsrv/3",
+		},
+		"struct":                       {reply: &plainReply{Kept: "by the caller"}, got: func(r any) any { return fmt.Sprint(*r.(*plainReply)) }, want: "{[testsrv/3] by the caller <nil> 3}"},
+		"type with a Reset":            {reply: &resettable{}, got: func(r any) any { return fmt.Sprint(r.(*resettable).items) }, want: "[testsrv/3]"},
+		"bytes":                        {reply: new([]byte), got: func(r any) any { return string(*r.(*[]byte)) }, want: "testsrv/3"},
+		"map":                          {reply: new(map[string]string), got: func(r any) any { return fmt.Sprint(*r.(*map[string]string)) }, want: "map[testsrv/3:testsrv/3]"},
+		"struct that points elsewhere": {reply: &plainReply{Into: &into}, got: func(any) any { return into }, want: "testsrv/1", one: true},
+		"bytes in a buffer":            {reply: func() any { b := make([]byte, 0, 100); return &b }(), got: func(r any) any { return string(*r.(*[]byte)) }, want: "testsrv/1", one: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				step := func(n string, d time.Duration) testsrv.Step {
+					return testsrv.Step{Delay: d, Header: metadata.Pairs("n", n), Trailer: metadata.Pairs("n", n)}
+				}
+				srv := testsrv.New(testsrv.Script{get: testsrv.Sequence{step("1", 30*ms), step("2", 20*ms), step("3", 5*ms)}})
+				defer srv.Close()
+				cc, err := srv.Dial(append(newRetrier(t, hedged(Hedge{MaxAttempts: 3, Delay: ms})).DialOptions(), grpc.WithDefaultCallOptions(grpc.ForceCodec(merging{})))...)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := cc.Invoke(t.Context(), put, &testpb.Request{}, new(testpb.Response)); err != nil { // connects
+					t.Fatal(err)
+				}
+				want := "3"
+				if test.one {
+					want = "1"
+				}
+				var header, trailer metadata.MD
+				var from peer.Peer
+				finished := 0
+				err = cc.Invoke(t.Context(), get, &testpb.Request{}, test.reply, grpc.Header(&header), grpc.Trailer(&trailer), grpc.Peer(&from), grpc.OnFinish(func(error) { finished++ }))
+				if err != nil {
+					t.Fatal(err)
+				}
+				if got := test.got(test.reply); got != test.want {
+					t.Errorf("reply %v, want %v", got, test.want)
+				}
+				if h, tr := header.Get("n"), trailer.Get("n"); len(h) != 1 || len(tr) != 1 || h[0] != want || tr[0] != want || from.Addr == nil || finished != 1 {
+					t.Errorf("header of %v, trailer of %v, peer %v, OnFinish ran %d times; want all of %s, and 1", h, tr, from.Addr, finished, want)
+				}
+			})
+		})
+	}
+}
+
+// Hedges that start as the answer arrives, callers who leave at any moment and
+// callbacks that panic must not lose a call, leave anything behind, or let two
+// attempts write to the same thing.
+func TestHedgesInThousands(t *testing.T) {
+	const workers, calls = 50, 1000
+	synctest.Test(t, func(t *testing.T) {
+		budget, err := AllOf(Unlimited(), mustBudget(t, BudgetConfig{HedgeCapacity: 1 << 19, HedgeDeposit: 100}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		hooks := Hooks{AttemptEnd: func(ctx context.Context, a Attempt) {
+			if ctx.Value(panicsKey{}) == a.Number {
+				panic("on purpose")
+			}
+		}}
+		srv, client := serve(t, newRetrier(t, hedged(Hedge{MaxAttempts: 3, Delay: ms}), WithBudget(budget), WithHooks(hooks)), testsrv.Script{
+			get: testsrv.Func(func(nth int, _ testsrv.Attempt) testsrv.Step {
+				switch nth % 17 {
+				case 3:
+					return testsrv.Step{Delay: ms, Code: codes.Unavailable}
+				case 5:
+					return testsrv.Step{Code: codes.InvalidArgument}
+				}
+				n := metadata.Pairs("n", strconv.Itoa(nth))
+				return testsrv.Step{Delay: ms, Header: n, Trailer: n, Reply: &testpb.Response{Arrival: int64(nth)}}
+			}),
+		})
+		var counts [17]atomic.Int64
+		var panics, hedges atomic.Int64
+		var wg sync.WaitGroup
+		for w := range workers {
+			wg.Add(1)
+			go func() {
+				defer wg.Done()
+				rnd := rand.New(rand.NewPCG(1, uint64(w)))
+				for range calls {
+					oneOfThousands(t, client, rnd, &counts, &panics, &hedges)
+				}
+			}()
+		}
+		wg.Wait()
+		synctest.Wait()
+		if n := srv.Running(); n != 0 {
+			t.Errorf("%d attempts still run on the server", n)
+		}
+		if n := budget.state().InFlight; n != 0 {
+			t.Errorf("%d calls in flight", n)
+		}
+		for _, code := range []codes.Code{codes.OK, codes.Canceled, codes.DeadlineExceeded, codes.InvalidArgument} {
+			if counts[code].Load() == 0 {
+				t.Errorf("no call ended with %v, so nothing was shown", code)
+			}
+		}
+		if panics.Load() == 0 || hedges.Load() == 0 {
+			t.Errorf("%d panics, %d hedges, so nothing was shown", panics.Load(), hedges.Load())
+		}
+	})
+}
+
+type panicsKey struct{}
+
+// oneOfThousands makes one call, which may be cut, or panic, and checks what
+// comes of it.
+func oneOfThousands(t *testing.T, client testpb.TestServiceClient, rnd *rand.Rand, counts *[17]atomic.Int64, panics, hedges *atomic.Int64) {
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	panicking := false
+	switch rnd.IntN(8) {
+	case 0:
+		timer := time.AfterFunc(time.Duration(rnd.IntN(4000))*time.Microsecond, cancel)
+		defer timer.Stop()
+	case 1:
+		ctx, cancel = context.WithTimeout(ctx, time.Duration(1+rnd.IntN(3000))*time.Microsecond)
+		defer cancel()
+	case 2:
+		panicking = true
+		ctx = context.WithValue(ctx, panicsKey{}, 1+rnd.IntN(3))
+	}
+	delay := time.Duration(rnd.IntN(2000)) * time.Microsecond
+	policy := WithCallPolicy(func(p *Policy) { p.Hedge.Delay, p.Hedge.AtOnce = delay, delay == 0 })
+	var header, trailer metadata.MD
+	var from peer.Peer
+	var report Report
+	defer func() {
+		if p := recover(); p != nil {
+			if p != "on purpose" || !panicking {
+				panic(p)
+			}
+			panics.Add(1)
+		}
+	}()
+	resp, err := client.Get(ctx, &testpb.Request{}, policy, grpc.Header(&header), grpc.Trailer(&trailer), grpc.Peer(&from), WithReport(&report))
+	counts[status.Code(err)].Add(1)
+	for _, a := range report.Attempts {
+		if a.Hedge {
+			hedges.Add(1)
+		}
+	}
+	if err != nil {
+		return
+	}
+	n := []string{strconv.FormatInt(resp.GetArrival(), 10)}
+	if !slices.Equal(header.Get("n"), n) || !slices.Equal(trailer.Get("n"), n) || from.Addr == nil {
+		t.Errorf("reply of %v, header of %v, trailer of %v, peer %v", n, header.Get("n"), trailer.Get("n"), from.Addr)
 	}
 }

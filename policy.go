@@ -94,9 +94,9 @@ type Policy struct {
 // Each attempt has a context, call options and a reply of its own. The winner's
 // reply becomes the caller's; the others are cancelled, and the call returns
 // when they have returned. So an interceptor further in that does not heed its
-// context holds the call up. A reply that is not a protobuf message must be zero
-// when the call is made, or hold no pointers, maps or slices, for others like it
-// to be made; if not, the call is not hedged.
+// context holds the call up. Where the reply is none of protobuf's, and holds a
+// pointer, map or slice when the call is made, no other like it can be made, and
+// the call is not hedged.
 type Hedge struct {
 	// MaxAttempts is the largest number of attempts of one call, the first
 	// included; 0 and 1 do not hedge.
