@@ -24,7 +24,7 @@ const leastQuantileDelay = time.Millisecond
 type race struct {
 	call    *call
 	begin   func(*entrant) (context.Context, []grpc.CallOption)      // sets another attempt up,
-	enter   func(*entrant, context.Context, []grpc.CallOption) error // and makes it
+	enter   func(context.Context, []grpc.CallOption, *entrant) error // and makes it
 	examine func(*entrant)                                           // learns what else there is to know of one that has ended
 	begun   time.Time
 	delay   time.Duration
@@ -85,13 +85,13 @@ func (c *call) mayHedge() bool {
 // run makes attempts, the first of which is set up and has begun, until one of
 // them decides the race. That one is at hand then, and what follows it is for
 // the loop to find out. All of them have returned.
-func (r *race) run(first *entrant, ctx context.Context, opts []grpc.CallOption) *entrant {
+func (r *race) run(ctx context.Context, opts []grpc.CallOption, first *entrant) *entrant {
 	c := r.call
 	r.results, r.begun = make(chan *entrant), time.Now()
 	r.delay, r.timed = c.hedgeDelay()
 	c.timed = c.timed || r.timed
 	defer r.close()
-	r.start(first, ctx, opts)
+	r.start(ctx, opts, first)
 	for {
 		e := r.wait()
 		if e == nil {
@@ -124,7 +124,7 @@ func (r *race) run(first *entrant, ctx context.Context, opts []grpc.CallOption) 
 }
 
 // start lets the attempt at hand run as e, and sees to the next one.
-func (r *race) start(e *entrant, ctx context.Context, opts []grpc.CallOption) {
+func (r *race) start(ctx context.Context, opts []grpc.CallOption, e *entrant) {
 	e.current = r.call.current
 	r.running = append(r.running, e)
 	go func() {
@@ -135,7 +135,7 @@ func (r *race) start(e *entrant, ctx context.Context, opts []grpc.CallOption) {
 			e.ended = time.Now()
 			r.results <- e
 		}()
-		e.err = r.enter(e, ctx, opts)
+		e.err = r.enter(ctx, opts, e)
 		e.returned = true
 	}()
 	r.next = hedgeNever
@@ -211,7 +211,7 @@ func (r *race) hedge() {
 	e := new(entrant)
 	ctx, opts := r.begin(e)
 	c.hedge = true
-	r.start(e, ctx, opts)
+	r.start(ctx, opts, e)
 }
 
 // check lets a panic of something further in go on where the call was made.
@@ -285,17 +285,17 @@ func (r *race) close() {
 	if r.timer != nil {
 		r.timer.Stop()
 	}
-	rest := append(r.lost, r.cancel()...)
+	r.lost = append(r.lost, r.cancel()...)
 	if r.decider != nil {
-		rest = append(rest, r.decider)
+		r.lost = append(r.lost, r.decider)
 	}
-	if len(rest) == 0 {
+	if len(r.lost) == 0 {
 		return
 	}
 	c := r.call
 	at := c.current
 	c.consulted = true // whatever is called from here on might panic once more
-	for _, e := range rest {
+	for _, e := range r.lost {
 		c.current = e.current
 		c.stopTimer()
 		c.settle(false)
@@ -362,13 +362,13 @@ func (c *call) hedged(reply any, invoke func(ctx context.Context, reply any, opt
 		r := race{
 			call:  c,
 			begin: func(*entrant) (context.Context, []grpc.CallOption) { return c.start() },
-			enter: func(e *entrant, ctx context.Context, opts []grpc.CallOption) error {
+			enter: func(ctx context.Context, opts []grpc.CallOption, e *entrant) error {
 				e.reply, _ = ownReply(reply)
 				return invoke(ctx, e.reply, opts)
 			},
 			examine: func(*entrant) {}, // grpc has told all
 		}
-		e := r.run(new(entrant), ctx, opts)
+		e := r.run(ctx, opts, new(entrant))
 		if e.err == nil {
 			handReply(reply, e.reply)
 		}

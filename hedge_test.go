@@ -4,8 +4,10 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -476,6 +478,77 @@ func TestHedgesInThousands(t *testing.T) {
 	})
 }
 
+// A panic, of an interceptor further in or of a callback, must come out where the
+// call was made, as it would without hedges, and the attempts beside it must end.
+func TestHedgesAndPanics(t *testing.T) {
+	for name, test := range map[string]struct {
+		panics func(a Attempt) bool // a hook does
+		inner  int                  // the attempt whose interceptor does
+		exit   bool                 // it ends its goroutine instead, as t.FailNow does
+		events int
+	}{
+		"a hook, as the first fails":      {panics: func(a Attempt) bool { return a.Number == 1 }, events: 3},
+		"a hook, as another loses":        {panics: func(a Attempt) bool { return a.Reason == ReasonHedgeLost }, events: 3},
+		"a hook, as the winner wins":      {panics: func(a Attempt) bool { return a.Reason == ReasonSuccess }, events: 3},
+		"the first, further in":           {inner: 1, events: 2},
+		"a hedge, further in":             {inner: 3, events: 2},
+		"a hedge that ends its goroutine": {inner: 2, exit: true, events: 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				budget := mustBudget(t, BudgetConfig{})
+				hooks := Hooks{AttemptEnd: func(_ context.Context, a Attempt) {
+					if test.panics != nil && test.panics(a) {
+						panic("on purpose")
+					}
+				}}
+				inner := func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoker grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+					md, _ := metadata.FromOutgoingContext(ctx)
+					number := 1
+					if previous := md.Get("grpc-previous-rpc-attempts"); previous != nil {
+						number, _ = strconv.Atoi(previous[0])
+						number++
+					}
+					if number != test.inner {
+						return invoker(ctx, method, req, reply, cc, opts...)
+					}
+					time.Sleep(time.Duration(31-10*number) * ms) // ends at 21, 21 or 21 ms
+					if test.exit {
+						runtime.Goexit()
+					}
+					panic("on purpose")
+				}
+				srv, client := serve(t, newRetrier(t, hedged(Hedge{MaxAttempts: 3, Delay: 10 * ms}), WithBudget(budget), WithHooks(hooks)),
+					testsrv.Script{get: testsrv.Sequence{{Delay: 22 * ms, Code: codes.Unavailable}, {Delay: 100 * ms}, {Delay: 30 * ms}}}, grpc.WithChainUnaryInterceptor(inner))
+				ctx, end := tracedSpan(t.Context())
+				finished := 0
+				var got any
+				done := make(chan struct{})
+				go func() {
+					defer close(done)
+					defer func() { got = recover() }()
+					_, _ = client.Get(ctx, &testpb.Request{}, grpc.OnFinish(func(error) { finished++ }))
+					t.Error("the call returned")
+				}()
+				<-done
+				if want := any("on purpose"); !test.exit && got != want || test.exit && got != nil {
+					t.Errorf("recovered %v", got)
+				}
+				synctest.Wait()
+				if n := len(end().Events()); n != test.events {
+					t.Errorf("%d events, want %d", n, test.events)
+				}
+				if finished != 1 {
+					t.Errorf("OnFinish ran %d times", finished)
+				}
+				if srv.Running() != 0 || budget.state().InFlight != 0 {
+					t.Errorf("%d attempts run, %d calls in flight", srv.Running(), budget.state().InFlight)
+				}
+			})
+		})
+	}
+}
+
 type panicsKey struct{}
 
 // oneOfThousands makes one call, which may be cut, or panic, and checks what
@@ -522,4 +595,42 @@ func oneOfThousands(t *testing.T, client testpb.TestServiceClient, rnd *rand.Ran
 	if !slices.Equal(header.Get("n"), n) || !slices.Equal(trailer.Get("n"), n) || from.Addr == nil {
 		t.Errorf("reply of %v, header of %v, trailer of %v, peer %v", n, header.Get("n"), trailer.Get("n"), from.Addr)
 	}
+}
+
+// Whoever pays for hedges must be able to see how many there are.
+func TestMetricsOfHedges(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newMeter()
+		budget := mustBudget(t, BudgetConfig{HedgeCapacity: 15})
+		_, client := serve(t, newRetrier(t, hedged(Hedge{MaxAttempts: 3, Delay: 10 * ms}), WithMeterProvider(m), WithBudget(budget)), testsrv.Script{get: testsrv.Sequence{
+			{Delay: 9 * ms},               // needs none
+			{Delay: 25 * ms}, {Delay: ms}, // one, which wins
+			{Code: codes.Unavailable}, {Delay: 30 * ms}, {Delay: 30 * ms}, // a retry, and a hedge that loses
+			{Delay: 30 * ms}, {Delay: 30 * ms}, {Delay: 30 * ms}, // two
+			{Delay: 30 * ms}, // none is left
+		}})
+		for range 5 {
+			if _, err := client.Get(t.Context(), &testpb.Request{}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		const method = "{rpc.method=testsrv.v1.TestService/Get,rpc.system.name=grpc}"
+		want := []string{
+			"attempts{grpcretry.attempt.decision=hedge_lost,rpc.method=testsrv.v1.TestService/Get,rpc.response.status_code=CANCELLED,rpc.system.name=grpc} 4",
+			"attempts{grpcretry.attempt.decision=retry,rpc.method=testsrv.v1.TestService/Get,rpc.response.status_code=UNAVAILABLE,rpc.system.name=grpc} 1",
+			"attempts{grpcretry.attempt.decision=success,rpc.method=testsrv.v1.TestService/Get,rpc.response.status_code=OK,rpc.system.name=grpc} 5",
+			"budget.rejections" + method + " 1",
+			"call.hedges" + method + " 3/4",
+			"call.retries" + method + " 1/1",
+		}
+		var got []string
+		for _, s := range m.series(t) {
+			if !strings.HasPrefix(s, "budget.balance") && !strings.HasPrefix(s, "call.retry_delay") {
+				got = append(got, s)
+			}
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("series\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+		}
+	})
 }

@@ -45,8 +45,8 @@ func (s *clientStream) race(m any) (*attempt, error) {
 			e.stream = new(attempt)
 			return s.start(e.stream)
 		},
-		enter: func(e *entrant, ctx context.Context, opts []grpc.CallOption) error {
-			if err := s.openBeside(e, ctx, opts); err != nil {
+		enter: func(ctx context.Context, opts []grpc.CallOption, e *entrant) error {
+			if err := s.openBeside(ctx, opts, e); err != nil {
 				return err
 			}
 			err := s.receiveBeside(e, m)
@@ -57,7 +57,7 @@ func (s *clientStream) race(m any) (*attempt, error) {
 		},
 		examine: s.examineBeside,
 	}
-	e := r.run(&entrant{stream: s.cur}, nil, nil)
+	e := r.run(s.cur.ctx, nil, &entrant{stream: s.cur})
 	s.deciding = false
 	if m != nil && e.err == nil && !e.empty {
 		handReply(m, e.reply)
@@ -78,7 +78,7 @@ func (s *clientStream) race(m any) (*attempt, error) {
 
 // openBeside gives an attempt that has none yet a stream, and sends on it what
 // was sent. It runs on the attempt's own goroutine.
-func (s *clientStream) openBeside(e *entrant, ctx context.Context, opts []grpc.CallOption) error {
+func (s *clientStream) openBeside(ctx context.Context, opts []grpc.CallOption, e *entrant) error {
 	a := e.stream
 	if a.inner != nil {
 		return nil

@@ -53,18 +53,18 @@ func (l *latencies) quantile(q float64) (time.Duration, bool) {
 		return 0, false
 	}
 	rank := uint32(math.Ceil(q * float64(l.total)))
-	for i, n := range l.counts {
-		if n >= rank {
+	for i := range l.counts {
+		if l.counts[i] >= rank {
 			return bucketEnd(i), true
 		}
-		rank -= n
+		rank -= l.counts[i]
 	}
 	return latencyLongest, true
 }
 
 // samplesFor is how many calls have to be known to tell the quantile q.
 func samplesFor(q float64) uint32 {
-	return max(minSamples, uint32(min(math.Ceil(minBeyond/(1-q)), math.MaxInt32)))
+	return max(minSamples, uint32(min(math.Round(minBeyond/(1-q)), math.MaxInt32)))
 }
 
 // bucketOf is the bucket of a latency: up to 16 µs there is one for each

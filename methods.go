@@ -184,6 +184,12 @@ func newPolicySet(c *config) *policySet {
 		}
 		s.fallback = &p
 	}
+	for _, p := range c.policies {
+		f.where = fmt.Sprintf("WithMethodPolicy(%q): ", p.pattern)
+		if key, err := parsePattern(p.pattern); err == nil {
+			s.checkHedge(key, p.policy, f)
+		}
+	}
 	for _, pattern := range c.dryRun {
 		f.where = fmt.Sprintf("WithDryRun(%q): ", pattern)
 		key, err := parsePattern(pattern)
@@ -213,6 +219,18 @@ func newPolicySet(c *config) *policySet {
 	}
 	f.where = ""
 	return s
+}
+
+// checkHedge adds a fault if p hedges what a less specific option says is not
+// idempotent. What p itself says has been checked.
+func (s *policySet) checkHedge(key string, p Policy, f *faults) {
+	m := &method{name: key}
+	if p.Idempotency != Inherit || !p.hedges() {
+		return
+	}
+	if s.chooseIdempotency(m, key[:strings.LastIndex(key, "/")+1], false); m.idempotency == NotIdempotent {
+		f.add("Policy.Hedge.MaxAttempts = %d, but the Idempotency of the %v policy is NotIdempotent; want a method that may run twice at once", p.Hedge.MaxAttempts, m.idemSource)
+	}
 }
 
 // throttle gives the limits of the service config's retryThrottling, or nil.
