@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math"
 	"strconv"
 	"time"
@@ -28,7 +29,7 @@ import (
 )
 
 // Config is what every peer is asked for: UNAVAILABLE is retried, whatever the
-// method, and nothing else is.
+// method, and so is the attempt's own timeout; nothing else is.
 type Config struct {
 	// MaxAttempts counts the first attempt too; 0 means 3.
 	MaxAttempts int
@@ -38,8 +39,13 @@ type Config struct {
 	// Jitter lets the waits vary in the manner that the peer recommends.
 	// Native and gax always do.
 	Jitter bool
-	// AttemptTimeout bounds each attempt; 0 means none.
+	// AttemptTimeout bounds each attempt; 0 means none. An attempt that it ends
+	// is retried like one that came to UNAVAILABLE. The native peers have none:
+	// ErrUnable.
 	AttemptTimeout time.Duration
+	// RoundRobin lets a ClientConn that the peer makes use all addresses in turn,
+	// by its default service config.
+	RoundRobin bool
 }
 
 // Peer is one way to retry, or none.
@@ -51,6 +57,7 @@ type Peer struct {
 	interceptor func(Config) (grpc.UnaryClientInterceptor, error)
 	options     func(Config) ([]grpc.DialOption, error)
 	timeouts    bool // can be asked for an AttemptTimeout
+	budget      bool
 }
 
 // All is the table. None comes first and Ours second.
@@ -58,8 +65,8 @@ var All = []Peer{
 	{
 		Name: None, Note: "no interceptor, and grpc's own retries off",
 		interceptor: func(Config) (grpc.UnaryClientInterceptor, error) { return passOn, nil },
-		options: func(Config) ([]grpc.DialOption, error) {
-			return []grpc.DialOption{grpc.WithDisableRetry()}, nil
+		options: func(c Config) ([]grpc.DialOption, error) {
+			return c.balanced(grpc.WithDisableRetry()), nil
 		},
 		timeouts: true, // it has none to keep, and is what the others are compared with
 	},
@@ -77,9 +84,9 @@ var All = []Peer{
 			if err != nil {
 				return nil, err
 			}
-			return r.DialOptions(), nil
+			return c.balanced(r.DialOptions()...), nil
 		},
-		timeouts: true,
+		timeouts: true, budget: true,
 	},
 	{
 		Name: "middleware", Module: "github.com/grpc-ecosystem/go-grpc-middleware/v2", Note: "its retry interceptor",
@@ -96,7 +103,7 @@ var All = []Peer{
 		interceptor: func(c Config) (grpc.UnaryClientInterceptor, error) {
 			return throughFailsafe(c, failsafebudget.New()), nil
 		},
-		timeouts: true,
+		timeouts: true, budget: true,
 	},
 	{
 		Name: "native", Module: "google.golang.org/grpc", Note: "grpc's own retry, by service config",
@@ -105,6 +112,7 @@ var All = []Peer{
 	{
 		Name: "native-throttle", Module: "google.golang.org/grpc", Note: "the same with retryThrottling",
 		options: func(c Config) ([]grpc.DialOption, error) { return native(c, true), nil },
+		budget:  true,
 	},
 	{
 		Name: "gax", Module: "github.com/googleapis/gax-go/v2", Note: "gax.Invoke around the call",
@@ -158,7 +166,34 @@ func (p Peer) DialOptions(c Config) ([]grpc.DialOption, error) {
 	if err != nil {
 		return nil, err
 	}
-	return []grpc.DialOption{grpc.WithChainUnaryInterceptor(i), grpc.WithDisableRetry()}, nil
+	return c.balanced(grpc.WithChainUnaryInterceptor(i), grpc.WithDisableRetry()), nil
+}
+
+// ServerOptions returns what the peer offers for servers that make calls
+// themselves: nothing, for all but ours.
+func (p Peer) ServerOptions() []grpc.ServerOption {
+	if p.Name != Ours {
+		return nil
+	}
+	return []grpc.ServerOption{grpc.ChainUnaryInterceptor(grpcretry.UnaryServerInterceptor())}
+}
+
+// Budgeted reports whether the peer bounds its retries over all calls, and not
+// only those of each call.
+func (p Peer) Budgeted() bool { return p.budget }
+
+// TimesAttempts reports whether the peer can be asked for an AttemptTimeout and
+// keeps it. None cannot, as its caller's deadline is all there is.
+func (p Peer) TimesAttempts() bool { return p.timeouts && p.Retries() }
+
+const roundRobin = `"loadBalancingConfig": [{"round_robin": {}}]`
+
+// balanced adds the balancer to the options of a peer that has no service config.
+func (c Config) balanced(opts ...grpc.DialOption) []grpc.DialOption {
+	if c.RoundRobin {
+		opts = append(opts, grpc.WithDefaultServiceConfig("{"+roundRobin+"}"))
+	}
+	return opts
 }
 
 func (c Config) withDefaults() Config {
@@ -191,7 +226,7 @@ func ours(c Config) (*grpcretry.Retrier, error) {
 		AttemptTimeout: c.AttemptTimeout,
 		Backoff:        b,
 		Idempotency:    grpcretry.Idempotent,
-	}))
+	}), grpcretry.WithLogger(slog.New(slog.DiscardHandler))) // the others log nothing either
 }
 
 func throughMiddleware(c Config) grpc.UnaryClientInterceptor {
@@ -212,7 +247,7 @@ func throughMiddleware(c Config) grpc.UnaryClientInterceptor {
 
 func throughFailsafe(c Config, budget failsafebudget.Budget) grpc.UnaryClientInterceptor {
 	b := retrypolicy.NewBuilder[any]().
-		HandleIf(func(_ any, err error) bool { return unavailable(err) }).
+		HandleIf(func(_ any, err error) bool { return unavailable(err) || errors.Is(err, failsafetimeout.ErrExceeded) }).
 		WithMaxAttempts(c.MaxAttempts).
 		ReturnLastFailure()
 	switch {
@@ -243,6 +278,9 @@ func native(c Config, throttle bool) []grpc.DialOption {
 	if throttle {
 		throttling = `, "retryThrottling": {"maxTokens": 100, "tokenRatio": 0.1}`
 	}
+	if c.RoundRobin {
+		throttling += ", " + roundRobin
+	}
 	return []grpc.DialOption{grpc.WithDefaultServiceConfig(fmt.Sprintf(`{"methodConfig": [{"name": [{}], "retryPolicy": {
 		"maxAttempts": %d, "initialBackoff": %q, "maxBackoff": %q, "backoffMultiplier": 2, "retryableStatusCodes": ["UNAVAILABLE"]
 	}}]%s}`, c.MaxAttempts, seconds(c.Base), seconds(c.Max), throttling))}
@@ -253,12 +291,16 @@ func around(through func(context.Context, Config, func(context.Context) error) e
 	return func(c Config) (grpc.UnaryClientInterceptor, error) {
 		return func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoker grpc.UnaryInvoker, opts ...grpc.CallOption) error {
 			return through(ctx, c, func(ctx context.Context) error {
-				if c.AttemptTimeout > 0 {
-					var cancel context.CancelFunc
-					ctx, cancel = context.WithTimeout(ctx, c.AttemptTimeout)
-					defer cancel()
+				if c.AttemptTimeout <= 0 {
+					return invoker(ctx, method, req, reply, cc, opts...)
 				}
-				return invoker(ctx, method, req, reply, cc, opts...)
+				attempt, cancel := context.WithTimeout(ctx, c.AttemptTimeout)
+				defer cancel()
+				err := invoker(attempt, method, req, reply, cc, opts...)
+				if status.Code(err) == codes.DeadlineExceeded && ctx.Err() == nil {
+					return attemptTimeout{err} // the attempt's own, not the caller's
+				}
+				return err
 			})
 		}, nil
 	}
@@ -280,7 +322,7 @@ type gaxRetryer struct {
 }
 
 func (r *gaxRetryer) Retry(err error) (time.Duration, bool) {
-	if r.left == 0 || !unavailable(err) {
+	if r.left == 0 || !retryable(err) {
 		return 0, false
 	}
 	r.left--
@@ -304,7 +346,7 @@ func throughCenkalti(ctx context.Context, c Config, work func(context.Context) e
 	}
 	_, err := cenkalti.Retry(ctx, func() (struct{}, error) {
 		err := work(ctx)
-		if err != nil && !unavailable(err) {
+		if err != nil && !retryable(err) {
 			err = cenkalti.Permanent(err)
 		}
 		return struct{}{}, err
@@ -326,7 +368,7 @@ func throughAvast(ctx context.Context, c Config, work func(context.Context) erro
 		avast.Delay(c.Base),
 		avast.MaxDelay(c.Max),
 		avast.DelayType(delay),
-		avast.RetryIf(unavailable),
+		avast.RetryIf(retryable),
 		avast.LastErrorOnly(true),
 	).Do(func() error { return work(ctx) })
 }
@@ -342,11 +384,22 @@ func throughSethvargo(ctx context.Context, c Config, work func(context.Context) 
 	}
 	return sethvargo.Do(ctx, sethvargo.WithMaxRetries(uint64(c.MaxAttempts-1), b), func(ctx context.Context) error {
 		err := work(ctx)
-		if unavailable(err) {
+		if retryable(err) {
 			err = sethvargo.RetryableError(err)
 		}
 		return err
 	})
 }
 
+// attemptTimeout marks the error of an attempt that its own timeout ended.
+type attemptTimeout struct{ error }
+
+func (e attemptTimeout) GRPCStatus() *status.Status { return status.Convert(e.error) }
+
 func unavailable(err error) bool { return err != nil && status.Code(err) == codes.Unavailable }
+
+// retryable is what the peers retry that are put around a call.
+func retryable(err error) bool {
+	var timeout attemptTimeout
+	return unavailable(err) || errors.As(err, &timeout)
+}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"google.golang.org/grpc"
@@ -97,6 +98,85 @@ func TestInterceptorsAgree(t *testing.T) {
 				})
 			}
 		}
+	}
+}
+
+// A timeout of the attempt alone is retried by every peer that has one, and the
+// end of the caller's own deadline by none: without the first, figures under
+// load would compare retries with none.
+func TestAttemptTimeoutsAreRetried(t *testing.T) {
+	config := peers.Config{Base: time.Millisecond, AttemptTimeout: 100 * time.Millisecond}
+	for _, p := range peers.All {
+		for _, tt := range []struct {
+			name     string
+			deadline time.Duration
+			attempts int
+		}{
+			{"the attempt's", time.Minute, 2},
+			{"the caller's", 50 * time.Millisecond, 1},
+		} {
+			t.Run(p.Name+"/"+tt.name, func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					opts, err := p.DialOptions(config)
+					if errors.Is(err, peers.ErrUnable) && !p.TimesAttempts() {
+						t.Skip(err)
+					} else if err != nil {
+						t.Fatal(err)
+					}
+					server := testsrv.New(testsrv.Script{testpb.TestService_Get_FullMethodName: testsrv.Sequence{{Block: true}, {}}})
+					defer server.Close()
+					cc, err := server.Dial(opts...)
+					if err != nil {
+						t.Fatal(err)
+					}
+					ctx, cancel := context.WithTimeout(t.Context(), tt.deadline)
+					defer cancel()
+					_, err = testpb.NewTestServiceClient(cc).Get(ctx, &testpb.Request{})
+					want := tt.attempts
+					if !p.TimesAttempts() {
+						want = 1
+					}
+					if got := server.Count(""); got != want || (err == nil) != (want == 2) {
+						t.Errorf("%d attempts and %v, want %d", got, err, want)
+					}
+				})
+			})
+		}
+	}
+}
+
+// Experiments with several servers need each peer to reach all of them.
+func TestRoundRobin(t *testing.T) {
+	for _, p := range peers.All {
+		t.Run(p.Name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				opts, err := p.DialOptions(peers.Config{RoundRobin: true})
+				if err != nil {
+					t.Fatal(err)
+				}
+				cluster := testsrv.NewCluster(3, nil)
+				defer cluster.Close()
+				if err := cluster.SetServiceConfig(""); err != nil {
+					t.Fatal(err)
+				}
+				cc, err := cluster.Dial(opts...)
+				if err != nil {
+					t.Fatal(err)
+				}
+				cc.Connect()
+				synctest.Wait() // until all are connected
+				for range 6 {
+					if _, err := testpb.NewTestServiceClient(cc).Get(t.Context(), &testpb.Request{}); err != nil {
+						t.Fatal(err)
+					}
+				}
+				for _, s := range cluster.Servers {
+					if got := s.Count(""); got != 2 {
+						t.Errorf("%s got %d of 6 calls, want 2", s.Name(), got)
+					}
+				}
+			})
+		})
 	}
 }
 
