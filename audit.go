@@ -59,7 +59,7 @@ func (a AuditEntry) String() string {
 func (r *Retrier) Audit() []AuditEntry {
 	set := r.set.Load()
 	var entries []AuditEntry
-	for name, refused := range set.logs.called() {
+	for name, refused := range set.memories.called() {
 		m := (*set.cache.Load())[name]
 		if m == nil || m.declared.stale() {
 			m = set.resolve(name)
@@ -81,7 +81,7 @@ func (r *Retrier) Audit() []AuditEntry {
 	slices.SortFunc(entries, func(a, b AuditEntry) int {
 		return cmp.Or(cmp.Compare(b.Refused, a.Refused), strings.Compare(a.Method, b.Method))
 	})
-	if n := set.logs.others.refused.Load(); n > 0 {
+	if n := set.memories.others.refused.Load(); n > 0 {
 		entries = append(entries, AuditEntry{Refused: n})
 	}
 	return entries

@@ -69,38 +69,59 @@ type callState struct {
 	due     time.Time // the end of the call's own Timeout
 	parent  time.Time // the deadline of the caller's context
 
-	number  int // attempts begun
+	current     // the attempt at hand
+	made    int // attempts begun
 	counted int // of these, such as count against MaxAttempts
-	begun   moment
-	cutoff  time.Time // the end of the attempt's own timeout, if that comes before the call's deadline
-	cancel  context.CancelFunc
-	dest    *destinations
 
 	stream    *clientStream // nil for a unary call; what follows is for streams only
 	resume    *resumption
-	opened    bool // the attempt has a stream, so that it was sent
-	answered  bool // the caller was given something of it
 	committed commitCause
 	resumable bool // though committed, it may go on with another attempt
-	timedOut  bool // a timer of ours ended the attempt
-	aborted   bool // a fault on this side ended the attempt; another would meet it too
+
+	hedging  bool   // attempts may overlap; what follows is for hedged calls only
+	others   bool   // run beside that at hand
+	hedges   int    // made
+	timed    bool   // they had their time,
+	wanted   bool   // and that of one came
+	unhedged Reason // why there is no hedge, or no further one
 
 	retries  int           // since the last pushback, for the backoff
 	previous time.Duration // the last backoff
 	waited   time.Duration // between attempts, in all
 	reauthed bool
-	grant    permit
-	granted  grantState
 
-	attempts []Attempt // at most maxAttemptsKept
+	attempts []Attempt // in the order of their ends, at most maxAttemptsKept
 	dropped  int
 	balance  float64    // the budget's, at the last decision
-	pending  bool       // the last attempt's event is not yet emitted
 	cut      error      // the context's error that ended a wait
 	code     codes.Code // of the result
 	done     bool
+}
 
-	succeeded bool // the latest attempt did
+// current is what belongs to one attempt. The attempts of a hedged call, which
+// overlap, take turns in being the one at hand.
+type current struct {
+	number int
+	hedge  bool // it overlaps an earlier one
+	begun  moment
+	ended  time.Time // zero: now
+	cutoff time.Time // the end of the attempt's own timeout, if that comes before the call's deadline
+	cancel context.CancelFunc
+	dest   *destinations
+
+	grant   permit // by which it is made, or, once it has ended, the next one
+	granted grantState
+
+	opened   bool // it has a stream, so that it was sent; this and what follows is for streams only
+	answered bool // the caller was given something of it
+	timedOut bool // a timer of ours ended it
+	aborted  bool // a fault on this side ended it; another would meet it too
+
+	succeeded bool
+	judged    bool // it is decided what follows,
+	verdict   decision
+	place     int  // in attempts
+	pending   bool // its event is not yet emitted
 }
 
 // grantState says what still has to be done with a call's grant.
@@ -191,6 +212,9 @@ func (c *call) begin(ctx context.Context, fullMethod string, cc *grpc.ClientConn
 	if c.policy.Timeout > 0 {
 		c.due = earlier(c.due, c.started.time(time.Now()).Add(c.policy.Timeout))
 	}
+	if c.policy.hedges() && !c.work && (c.stream == nil || c.stream.fromServer()) {
+		c.hedging = c.mayHedge()
+	}
 	c.beginTrace()
 	c.observed = c.reports || len(r.hooks) > 0 || c.trace.recording
 	c.target = r.targets.enter(c.dialed(), cc) // last, because from here on the call must be closed
@@ -276,20 +300,23 @@ func (c *call) again(err error) bool { return c.end(err) && c.wait() }
 // start begins the next attempt and gives what to call it with. Its context
 // descends from the caller's, never from that of an earlier attempt.
 func (c *call) start() (context.Context, []grpc.CallOption) {
-	c.number++
+	c.made++
+	c.counted++
 	ctx := c.base
-	c.begun = c.started
-	if c.number > 1 {
-		c.begun = now()
+	if c.made == 1 {
+		c.begun = c.started
+	} else {
+		c.current = current{begun: now(), dest: c.dest, grant: c.grant, granted: c.granted}
 		if !c.work {
-			ctx = withPreviousAttempts(ctx, c.number-1)
+			ctx = withPreviousAttempts(ctx, c.made-1)
 		}
 	}
+	c.number = c.made
 	c.arrange()
 	if c.granted == grantReserved {
 		c.granted = grantStarted
 	}
-	if c.policy.AttemptTimeout > 0 || !c.due.IsZero() || c.stream != nil {
+	if c.policy.AttemptTimeout > 0 || !c.due.IsZero() || c.stream != nil || c.hedging {
 		ctx = c.limit(ctx)
 	}
 	if !c.work {
@@ -304,7 +331,8 @@ func (c *call) start() (context.Context, []grpc.CallOption) {
 
 // limit puts the sooner of the attempt's and the call's own timeout on the
 // attempt's context, unless the caller's deadline comes before both. A stream
-// outlives its attempt's timeout, and its context ends with it.
+// outlives its attempt's timeout, and its context ends with it; so does that of
+// an attempt that another may overtake.
 func (c *call) limit(ctx context.Context) context.Context {
 	c.parent, _ = c.ctx.Deadline()
 	end := c.due
@@ -316,7 +344,7 @@ func (c *call) limit(ctx context.Context) context.Context {
 	}
 	if !end.IsZero() && end.Equal(earlier(end, c.parent)) {
 		ctx, c.cancel = context.WithDeadline(ctx, end)
-	} else if c.stream != nil {
+	} else if c.stream != nil || c.hedging {
 		ctx, c.cancel = context.WithCancel(ctx)
 	}
 	return ctx
@@ -325,9 +353,19 @@ func (c *call) limit(ctx context.Context) context.Context {
 // end takes the result of the attempt, decides what follows, and reports
 // whether another attempt may, for which it is to wait.
 func (c *call) end(err error) bool {
+	if !c.judged && !c.judge(err) {
+		return false
+	}
+	c.tell(c.verdict)
+	return c.verdict.retry
+}
+
+// judge decides what follows the attempt. It reports false if that is nothing
+// and nobody wants to hear of it.
+func (c *call) judge(err error) bool {
 	c.stopTimer()
 	c.settle(err == nil)
-	c.succeeded = err == nil
+	c.succeeded, c.judged = err == nil, true
 	if err == nil {
 		c.checkOptions()
 		if c.number == 1 {
@@ -335,7 +373,10 @@ func (c *call) end(err error) bool {
 		} else {
 			c.record(OutcomeExtraOK)
 		}
-		if !c.observed && (c.number == 1 || c.within() == nil) {
+		if c.timed && !c.wanted {
+			c.record(OutcomeHedgeUnneeded)
+		}
+		if !c.observed && (c.made == 1 || c.within() == nil) {
 			c.r.metrics.attempt(c.ctx, c.method, codes.OK, ReasonSuccess)
 			return false
 		}
@@ -343,7 +384,7 @@ func (c *call) end(err error) bool {
 	if err != nil {
 		c.turnAway()
 	}
-	f := c.facts(err, time.Now())
+	f := c.facts(err)
 	d := decide(&f, c.retryIf, c.backoff)
 	if d.failure {
 		c.record(OutcomeFailure)
@@ -360,8 +401,8 @@ func (c *call) end(err error) bool {
 	if c.trace.recording {
 		c.balance = c.budget.Balance()
 	}
-	c.tell(d)
-	return d.retry
+	c.verdict = d
+	return true
 }
 
 // record tells the budget of an outcome. What happens below an inbound retry
@@ -389,7 +430,11 @@ func (c *call) settle(won bool) {
 }
 
 // facts collects what the ladder looks at, and fills in the record of the attempt.
-func (c *call) facts(err error, wall time.Time) facts {
+func (c *call) facts(err error) facts {
+	wall := c.ended
+	if wall.IsZero() {
+		wall = time.Now()
+	}
 	d := c.dest
 	c.parent, _ = c.ctx.Deadline()
 	f := facts{
@@ -416,18 +461,19 @@ func (c *call) facts(err error, wall time.Time) facts {
 			f.closed, f.ready = state == connectivity.Shutdown, state == connectivity.Ready
 		}
 	}
-	if !c.waitReady || f.evidence != Unsent {
-		c.counted++
+	if c.waitReady && f.evidence == Unsent {
+		c.counted--
 	}
 	deadline := earlier(c.parent, c.due)
 	f.policy, f.idempotency, f.attempts = c.policy, c.idempotency, c.counted
-	f.disabled, f.inbound = c.disabled || c.policy.single(), c.inbound
+	f.disabled, f.inbound = c.disabled || c.policy.MaxAttempts == 1, c.inbound
+	f.hedging, f.others, f.stopped = c.hedging && !f.committed, c.others, c.unhedged == ReasonPushbackStop
 	f.timeUp = passed(c.due, wall)
 	f.hasDeadline, f.remaining = !deadline.IsZero(), left(deadline, wall)
 	start := c.begun.time(wall)
 	a := c.keep()
 	*a = Attempt{
-		Method: c.method.name, Target: c.target.name, Number: c.number,
+		Method: c.method.name, Target: c.target.name, Number: c.number, Hedge: c.hedge,
 		Start: start, Duration: wall.Sub(start),
 		Err: f.err, Code: f.code, Evidence: f.evidence, Peer: d.seenPeer().Addr,
 		Remaining: f.remaining,
@@ -444,13 +490,13 @@ func (c *call) facts(err error, wall time.Time) facts {
 // repeatable reports whether an attempt that was sent could be followed by
 // another. If not, the ladder will say why.
 func (c *call) repeatable() bool {
-	return c.idempotency.repeatable() && !c.disabled && !c.policy.single() && !c.inbound && !c.method.dryRun
+	return c.idempotency.repeatable() && !c.disabled && c.policy.MaxAttempts != 1 && !c.inbound && !c.method.dryRun
 }
 
-// progress begins the count of attempts anew, because one of a resumable stream
-// delivered something.
+// progress begins the count of attempts anew, because the one at hand, of a
+// resumable stream, delivered something.
 func (c *call) progress() {
-	c.counted, c.retries, c.previous, c.reauthed = 0, 0, 0, false
+	c.counted, c.retries, c.previous, c.reauthed = 1, 0, 0, false
 }
 
 // keep makes room for the attempt in the list, whose last entry gives way once
@@ -464,10 +510,12 @@ func (c *call) keep() *Attempt {
 		}
 		c.attempts = append(c.attempts, Attempt{})
 	}
+	c.place = len(c.attempts) - 1
 	return c.last()
 }
 
-func (c *call) last() *Attempt { return &c.attempts[len(c.attempts)-1] }
+// last is what is known of the attempt at hand, which has ended.
+func (c *call) last() *Attempt { return &c.attempts[c.place] }
 
 func (c *call) retryIf() Verdict {
 	if c.policy.RetryIf == nil {
@@ -503,10 +551,10 @@ func (c *call) tell(d decision) {
 	}
 	c.pending = true
 	if !d.retry {
-		c.emit(true)
+		c.emit(!d.reason.goesOn())
 	}
 	if d.reason == ReasonNotIdempotent {
-		c.method.log.refused.Add(1)
+		c.method.memory.refused.Add(1)
 		c.r.logDeclined(c, a)
 	}
 	for _, h := range c.r.hooks {
@@ -569,23 +617,23 @@ func (c *call) finish(err error) error {
 			err = unmarked(err)
 		}
 		reason := c.last().Reason
-		if c.number > 1 || c.cut != nil || reason.givesUp() {
+		if c.made > 1 || c.cut != nil || reason.givesUp() {
 			e := newError(c.result(), err, c.cut)
 			if c.cut != nil {
 				e.cause = context.Cause(c.ctx)
 			}
 			err = e
 		}
-		if reason.givesUp() || reason == ReasonParentDone && (c.number > 1 || c.cut != nil) {
+		if reason.givesUp() || reason == ReasonParentDone && (c.made > 1 || c.cut != nil) {
 			c.r.logGivenUp(c, err)
 			c.r.metrics.gaveUp(c.ctx, c.method, reason)
 		}
 		c.tellInbound(err)
 	}
-	if c.number > 1 {
-		c.r.metrics.call(c.ctx, c.method, c.number-1, c.waited)
+	if c.made > 1 {
+		c.r.metrics.call(c.ctx, c.method, c.made-1-c.hedges, c.hedges, c.waited)
 	}
-	if (err != nil || c.number > 1) && c.within() != nil {
+	if (err != nil || c.made > 1) && c.within() != nil {
 		c.outside.note(c.result())
 	}
 	if err != nil {
@@ -606,6 +654,9 @@ func (c *call) result() Report {
 	r := Report{Method: c.method.name, Target: c.target.name}
 	if len(c.attempts) > 0 {
 		r.Attempts, r.Dropped, r.Reason = slices.Clone(c.attempts), c.dropped, c.last().Reason
+	}
+	if c.hedges > 0 {
+		slices.SortFunc(r.Attempts, func(a, b Attempt) int { return a.Number - b.Number })
 	}
 	return r
 }
@@ -636,7 +687,7 @@ func (c *call) recycle() {
 	if c.stream != nil {
 		return // its caller and grpc may ask for it at any time
 	}
-	if d := c.dest; d != nil && c.succeeded && (c.cc == nil || d.probe.endedOnce()) && c.ctx.Err() == nil {
+	if d := c.dest; d != nil && c.succeeded && !c.hedging && (c.cc == nil || d.probe.endedOnce()) && c.ctx.Err() == nil {
 		d.peer, d.header, d.trailer = peer.Peer{Addr: unwritten}, nil, nil
 		if d.probe != nil {
 			d.probe.renew()

@@ -128,8 +128,11 @@ const (
 	ReasonNone Reason = iota
 	// ReasonSuccess: the attempt succeeded.
 	ReasonSuccess
-	// ReasonHedgeLost: another attempt of a hedged call won.
+	// ReasonHedgeLost: another attempt decided the hedged call, mostly by its
+	// success. This one was cancelled, or its result came too late.
 	ReasonHedgeLost
+	// ReasonHedgeFailed: the attempt failed, and others of the hedged call went on.
+	ReasonHedgeFailed
 	// ReasonParentDone: the caller's context ended, in an attempt or in a wait.
 	ReasonParentDone
 	// ReasonClosed: the ClientConn is closed.
@@ -171,7 +174,7 @@ const (
 )
 
 var reasonNames = [...]string{
-	"none", "success", "hedge_lost", "parent_done", "closed", "disabled", "inbound_retry", "committed", "pushback_stop",
+	"none", "success", "hedge_lost", "hedge_failed", "parent_done", "closed", "disabled", "inbound_retry", "committed", "pushback_stop",
 	"permanent", "retry_if_stop", "not_retryable", "not_idempotent", "attempts_exhausted", "deadline", "dry_run", "budget_exhausted", "retry", "resume",
 }
 
@@ -188,6 +191,15 @@ func (r Reason) String() string {
 func (r Reason) givesUp() bool {
 	switch r {
 	case ReasonAttemptsExhausted, ReasonDeadline, ReasonBudgetExhausted, ReasonPushbackStop:
+		return true
+	}
+	return false
+}
+
+// goesOn reports whether an attempt that ended for r does not end its call.
+func (r Reason) goesOn() bool {
+	switch r {
+	case ReasonRetry, ReasonResume, ReasonHedgeLost, ReasonHedgeFailed:
 		return true
 	}
 	return false
@@ -329,6 +341,9 @@ type facts struct {
 	disabled    bool
 	inbound     bool // below an inbound retry
 	committed   bool
+	hedging     bool        // attempts may overlap,
+	others      bool        // some do,
+	stopped     bool        // and one of them was told by the server that there should be no more
 	resume      func() bool // not nil: a committed stream that may go on; asks with what
 	dryRun      bool        // retries are told and not made
 	reauthed    bool        // an UNAUTHENTICATED was already retried in this call
@@ -341,6 +356,7 @@ type facts struct {
 type decision struct {
 	retry   bool
 	failure bool // counts as a failure for the budget
+	last    bool // of a hedged call: no more attempts, those that run aside
 	reason  Reason
 	source  DelaySource
 	delay   time.Duration
@@ -353,6 +369,7 @@ type decision struct {
 // last of all.
 func decide(f *facts, retryIf func() Verdict, backoff func() time.Duration) decision {
 	stop := func(r Reason) decision { return decision{reason: r} }
+	turnedAway := f.hint.stop || f.hint.delay > f.policy.Backoff.MaxHint
 	switch {
 	case f.err == nil:
 		return stop(ReasonSuccess)
@@ -368,7 +385,7 @@ func decide(f *facts, retryIf func() Verdict, backoff func() time.Duration) deci
 		return stop(ReasonCommitted)
 	case f.timeUp && f.code == codes.DeadlineExceeded:
 		return stop(ReasonDeadline) // the call's own Timeout ended the attempt
-	case f.hint.stop, f.hint.delay > f.policy.Backoff.MaxHint:
+	case turnedAway && !f.others:
 		return decision{reason: ReasonPushbackStop, failure: true}
 	case f.permanent:
 		return stop(ReasonPermanent)
@@ -384,10 +401,17 @@ func decide(f *facts, retryIf func() Verdict, backoff func() time.Duration) deci
 	// that counts failures hears of it, whatever stops the retry.
 	d := decision{failure: true, cost: f.cost()}
 	switch {
+	case f.others:
+		d.reason, d.last = ReasonHedgeFailed, turnedAway
+		d.delay, d.source = f.wait(backoff)
+		return d
+	case f.stopped:
+		d.reason = ReasonPushbackStop
+		return d
 	case f.evidence != Unsent && !f.idempotency.repeatable():
 		d.reason = ReasonNotIdempotent
 		return d
-	case f.attempts >= f.policy.MaxAttempts:
+	case f.attempts >= f.policy.most():
 		d.reason = ReasonAttemptsExhausted
 		return d
 	}
@@ -416,7 +440,7 @@ func (f *facts) retryable() bool {
 	if f.ownTimeout || f.temporary {
 		return true
 	}
-	if !f.policy.Codes.Has(f.code) {
+	if !f.policy.repeated().Has(f.code) {
 		return false
 	}
 	switch f.code {
@@ -439,6 +463,8 @@ func (f *facts) wait(backoff func() time.Duration) (time.Duration, DelaySource) 
 		return f.hint.delay, DelayPushback
 	case f.hint.delay > 0:
 		return saturatingAdd(f.hint.delay, backoff()), DelayRetryInfo
+	case f.hedging && f.evidence != Unsent: // who would rather have two answers than wait does not wait for one
+		return 0, DelayBackoff
 	case f.code == codes.ResourceExhausted:
 		return saturatingAdd(f.policy.Backoff.Overload, backoff()), DelayBackoff
 	}

@@ -75,7 +75,7 @@ func (r *Retrier) Explain(fullMethod string) Effective {
 	if e.Policy.Idempotency = m.idempotency; m.idempotency != Inherit {
 		e.IdempotencyPlace = set.idempotencyPlace(m)
 	}
-	if m.work != "" && (!strings.Contains(fullMethod, "/") || set.logs.knows(fullMethod)) {
+	if m.work != "" && (!strings.Contains(fullMethod, "/") || set.memories.knows(fullMethod)) {
 		e.beWork()
 		return e
 	}
@@ -178,8 +178,8 @@ func (e Effective) String() string {
 	}
 	line("policy", "from %s%s", from(e.PolicySource, e.PolicyPlace), unless)
 	e.attempts(line)
-	line("codes", "%v", p.Codes)
-	if p.Codes.Has(codes.ResourceExhausted) && !p.RetryQuota {
+	line("codes", "%v", p.repeated())
+	if p.repeated().Has(codes.ResourceExhausted) && !p.RetryQuota {
 		line("", "RESOURCE_EXHAUSTED only with the server's hint when to come back")
 	}
 	if p.RetryIf != nil {
@@ -234,8 +234,11 @@ func (e Effective) String() string {
 func (e *Effective) attempts(line func(name, format string, args ...any)) {
 	p := &e.Policy
 	switch {
-	case p.Hedge.MaxAttempts > 1:
-		line("attempts", "1: the policy hedges, at most %d attempts, which is not in effect yet", p.Hedge.MaxAttempts)
+	case p.hedges() && p.Idempotency.repeatable():
+		line("attempts", "at most %d that overlap: %v", p.most(), p.Hedge)
+		line("", "one after the other for streams other than server streams")
+	case p.hedges():
+		line("attempts", "at most %d, one after the other: the policy hedges, but the method is not known to be idempotent", p.most())
 	case p.MaxAttempts == 1:
 		line("attempts", "1: never retried")
 	default:

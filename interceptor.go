@@ -77,7 +77,7 @@ func (r *Retrier) Update(opts ...Option) error {
 	}
 	r.updates.Lock()
 	defer r.updates.Unlock()
-	set.logs = r.set.Load().logs // a new policy is no reason to tell everything once more
+	set.memories = r.set.Load().memories // a new policy is no reason to tell everything once more
 	set.children = r.set.Load().children
 	r.set.Store(set)
 	r.targets.throttle(set.throttle())
@@ -110,6 +110,11 @@ func (r *Retrier) unary(ctx context.Context, fullMethod string, req, reply any, 
 		return invoker(ctx, fullMethod, req, reply, cc, opts...)
 	}
 	c.request = req
+	if c.hedging && c.canOwn(reply) {
+		return c.run(c.hedged(reply, func(ctx context.Context, reply any, opts []grpc.CallOption) error {
+			return invoker(ctx, fullMethod, req, reply, cc, opts...)
+		}))
+	}
 	blank := blankOf(reply)
 	return c.run(func(ctx context.Context, opts []grpc.CallOption) error {
 		if c.number > 1 {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"log/slog"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -35,63 +34,6 @@ func (t *throttledLine) allow(now time.Time) (suppressed int64, ok bool) {
 	return t.suppressed.Swap(0), true
 }
 
-// methodLog is what the log has told of one method.
-type methodLog struct {
-	// declined is set once the log has told that a retry was refused for want
-	// of idempotency.
-	declined atomic.Bool
-	// unusable is set once the log has told that the .proto declares a policy
-	// which cannot be followed.
-	unusable atomic.Bool
-	unhedged atomic.Bool  // the policy hedges
-	refused  atomic.Int64 // retries, for want of idempotency; for the audit
-	givenUp  throttledLine
-}
-
-// methodLogs outlive a change of policies. The zero value is ready.
-type methodLogs struct {
-	others methodLog // of all methods beyond maxMethodsKept
-
-	mu     sync.Mutex
-	byName map[string]*methodLog
-}
-
-func (l *methodLogs) of(name string) *methodLog {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if m := l.byName[name]; m != nil {
-		return m
-	}
-	if len(l.byName) >= maxMethodsKept {
-		return &l.others
-	}
-	if l.byName == nil {
-		l.byName = map[string]*methodLog{}
-	}
-	m := new(methodLog)
-	l.byName[name] = m
-	return m
-}
-
-// knows reports whether something of that name was called.
-func (l *methodLogs) knows(name string) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.byName[name] != nil
-}
-
-// called gives what was called, under the names by which it was asked for, with
-// the number of retries that were refused for want of idempotency.
-func (l *methodLogs) called() map[string]int64 {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	all := make(map[string]int64, len(l.byName))
-	for name, m := range l.byName {
-		all[name] = m.refused.Load()
-	}
-	return all
-}
-
 func (r *Retrier) log() *slog.Logger {
 	if r.logger != nil {
 		return r.logger
@@ -102,25 +44,39 @@ func (r *Retrier) log() *slog.Logger {
 // logDeclined tells, once per method, that a retry was refused only because
 // nobody said that the method is idempotent, and how to say it.
 func (r *Retrier) logDeclined(c *call, a *Attempt) {
-	if a.Code != codes.Unavailable || c.idempotency != Inherit || !c.method.log.declined.CompareAndSwap(false, true) {
+	if a.Code != codes.Unavailable || c.idempotency != Inherit || !c.method.memory.declined.CompareAndSwap(false, true) {
 		return
 	}
 	r.log().LogAttrs(c.ctx, slog.LevelWarn, "grpcretry: not retried: the server may have processed the call, and nothing says that the method is idempotent",
 		slog.String("method", c.method.name),
 		slog.String("code", codeName(a.Code)),
 		slog.String("sent", a.Evidence.String()),
-		slog.String("fix", `if it is, declare "option idempotency_level = IDEMPOTENT;" in its .proto or pass grpcretry.WithIdempotent("`+c.method.rpc+`")`),
+		slog.String("fix", c.method.declareIdempotent()),
 	)
 }
 
-// logUnusable tells, once per method, that its policy hedges, which is not done
-// yet, or that the one which its .proto declares cannot be followed.
-func (r *Retrier) logUnusable(m *method) {
-	if m.policy.Hedge.MaxAttempts > 1 && m.log.unhedged.CompareAndSwap(false, true) {
-		r.log().LogAttrs(context.Background(), slog.LevelWarn, "grpcretry: the policy hedges, which is not implemented yet: calls make one attempt",
-			slog.String("method", m.name), slog.String("policy_source", m.source.String()))
+// logUnhedged tells, once per method, that its policy hedges and its calls are
+// not hedged, and why.
+func (r *Retrier) logUnhedged(c *call, why string) {
+	if !c.method.memory.unhedged.CompareAndSwap(false, true) {
+		return
 	}
-	if m.declared.fault == nil || !m.log.unusable.CompareAndSwap(false, true) {
+	attrs := []slog.Attr{slog.String("method", c.method.name), slog.String("policy_source", c.source.String()), slog.String("idempotency", c.idempotency.String())}
+	if c.idempotency == Inherit {
+		attrs = append(attrs, slog.String("fix", c.method.declareIdempotent()))
+	}
+	r.log().LogAttrs(c.ctx, slog.LevelWarn, "grpcretry: not hedged, though the policy says so: "+why, attrs...)
+}
+
+// declareIdempotent says how to say that a method is idempotent.
+func (m *method) declareIdempotent() string {
+	return `if it is, declare "option idempotency_level = IDEMPOTENT;" in its .proto or pass grpcretry.WithIdempotent("` + m.rpc + `")`
+}
+
+// logUnusable tells, once per method, that the policy which its .proto declares
+// cannot be followed.
+func (r *Retrier) logUnusable(m *method) {
+	if m.declared.fault == nil || !m.memory.unusable.CompareAndSwap(false, true) {
 		return
 	}
 	r.log().LogAttrs(context.Background(), slog.LevelWarn, "grpcretry: the retry policy in the .proto cannot be followed, so another one is in force",
@@ -150,7 +106,7 @@ func (r *Retrier) logRetry(c *call, a *Attempt) {
 // which may hold personal data.
 func (r *Retrier) logGivenUp(c *call, err error) {
 	wall := time.Now()
-	suppressed, ok := c.method.log.givenUp.allow(wall)
+	suppressed, ok := c.method.memory.givenUp.allow(wall)
 	if !ok {
 		return
 	}
@@ -159,7 +115,7 @@ func (r *Retrier) logGivenUp(c *call, err error) {
 		slog.String("target", c.target.name),
 		slog.String("reason", c.last().Reason.String()),
 		slog.String("code", codeName(statusOf(err).Code())),
-		slog.Int("attempts", c.number),
+		slog.Int("attempts", c.made),
 		slog.Duration("duration", wall.Sub(c.started.time(wall))),
 		slog.Int64("suppressed", suppressed),
 	)

@@ -443,21 +443,45 @@ func TestLogGoesToTheDefaultLogger(t *testing.T) {
 	}
 }
 
-// Whoever asks for hedges must learn that there are none yet: the policy makes
-// one attempt, and would otherwise lose its retries in silence.
+// Whoever asks for hedges and does not get them must learn why, once.
 func TestHedgesAreMissedOncePerMethod(t *testing.T) {
-	r, book := loggedRetrier(t, slog.LevelWarn,
-		WithMethodPolicy(get, Policy{Hedge: Hedge{MaxAttempts: 2, Delay: time.Second}, Idempotency: Idempotent}))
-	for range 3 {
-		if err := invokeFake(t.Context(), r, get, func(int) error { return nil }); err != nil {
-			t.Fatal(err)
+	for name, test := range map[string]struct {
+		policy Policy
+		reply  any
+		want   string
+		fix    bool
+	}{
+		"unknown idempotency": {Policy{Hedge: Hedge{MaxAttempts: 2, Delay: time.Second}}, new(testpb.Response), "not known to be idempotent", true},
+		"a reply that cannot be doubled": {Policy{Hedge: Hedge{MaxAttempts: 2, Delay: time.Second}, Idempotency: Idempotent},
+			&struct{ into *int }{new(int)}, "no other reply like the caller's can be made", false},
+		"none": {Policy{Hedge: Hedge{MaxAttempts: 2, Delay: time.Second}, Idempotency: Idempotent}, new(testpb.Response), "", false},
+	} {
+		r, book := loggedRetrier(t, slog.LevelWarn, WithMethodPolicy("a.B/C", test.policy))
+		for range 3 {
+			if err := r.unary(t.Context(), "/a.B/C", nil, test.reply, nil, answered); err != nil {
+				t.Fatal(err)
+			}
+			if err := invokeFake(t.Context(), r, put, func(int) error { return nil }); err != nil {
+				t.Fatal(err)
+			}
 		}
-		if err := invokeFake(t.Context(), r, put, func(int) error { return nil }); err != nil {
-			t.Fatal(err)
+		lines := book.lines(t)
+		if test.want == "" {
+			if len(lines) > 0 {
+				t.Errorf("%s: logged %v, want nothing", name, lines)
+			}
+			continue
+		}
+		if len(lines) != 1 || lines[0]["method"] != "/a.B/C" || lines[0]["policy_source"] != "method" || !strings.Contains(lines[0]["msg"].(string), test.want) {
+			t.Fatalf("%s: logged %v, want one line: %s", name, lines, test.want)
+		}
+		if _, ok := lines[0]["fix"]; ok != test.fix {
+			t.Errorf("%s: a fix is told: %v", name, ok)
 		}
 	}
-	lines := book.lines(t)
-	if len(lines) != 1 || lines[0]["method"] != get || lines[0]["policy_source"] != "method" {
-		t.Errorf("logged %v, want one line about %s", lines, get)
-	}
+}
+
+// answered is an invoker that succeeds at once.
+func answered(context.Context, string, any, any, *grpc.ClientConn, ...grpc.CallOption) error {
+	return nil
 }

@@ -88,7 +88,7 @@ type method struct {
 	askFirst                       bool // before the first attempt
 	resolved                       atomic.Pointer[resolverPolicy]
 
-	log     *methodLog
+	memory  *methodMemory
 	metrics atomic.Pointer[methodMetrics]
 	kept    bool // in the cache, and so with series of its own
 }
@@ -105,9 +105,9 @@ type policySet struct {
 	followResolver bool
 	children       map[string]*child // keyed alike; they outlive the policySet
 
-	cache atomic.Pointer[map[string]*method]
-	mu    sync.Mutex
-	logs  *methodLogs // those of the policySet before this one, if there was one
+	cache    atomic.Pointer[map[string]*method]
+	mu       sync.Mutex
+	memories *methodMemories // those of the policySet before this one, if there was one
 }
 
 // newPolicySet indexes what the options said, and adds to c.faults what is wrong with it.
@@ -121,7 +121,7 @@ func newPolicySet(c *config) *policySet {
 		httpGet:        c.httpGet,
 		children:       map[string]*child{},
 		followResolver: !c.noResolver,
-		logs:           new(methodLogs),
+		memories:       new(methodMemories),
 	}
 	s.cache.Store(&map[string]*method{})
 	f := &c.faults
@@ -184,6 +184,12 @@ func newPolicySet(c *config) *policySet {
 		}
 		s.fallback = &p
 	}
+	for _, p := range c.policies {
+		f.where = fmt.Sprintf("WithMethodPolicy(%q): ", p.pattern)
+		if key, err := parsePattern(p.pattern); err == nil {
+			s.checkHedge(key, p.policy, f)
+		}
+	}
 	for _, pattern := range c.dryRun {
 		f.where = fmt.Sprintf("WithDryRun(%q): ", pattern)
 		key, err := parsePattern(pattern)
@@ -213,6 +219,18 @@ func newPolicySet(c *config) *policySet {
 	}
 	f.where = ""
 	return s
+}
+
+// checkHedge adds a fault if p hedges what a less specific option says is not
+// idempotent. What p itself says has been checked.
+func (s *policySet) checkHedge(key string, p Policy, f *faults) {
+	m := &method{name: key}
+	if p.Idempotency != Inherit || !p.hedges() {
+		return
+	}
+	if s.chooseIdempotency(m, key[:strings.LastIndex(key, "/")+1], false); m.idempotency == NotIdempotent {
+		f.add("Policy.Hedge.MaxAttempts = %d, but the Idempotency of the %v policy is NotIdempotent; want a method that may run twice at once", p.Hedge.MaxAttempts, m.idemSource)
+	}
 }
 
 // throttle gives the limits of the service config's retryThrottling, or nil.
@@ -254,10 +272,10 @@ func (s *policySet) lookup(fullMethod string) *method {
 		return known
 	}
 	if len(old) >= maxMethodsKept && known == nil {
-		m.log = &s.logs.others
+		m.memory = &s.memories.others
 		return m
 	}
-	m.log, m.kept = s.logs.of(m.asked), true
+	m.memory, m.kept = s.memories.of(m.asked), true
 	cache := make(map[string]*method, len(old)+1)
 	for name, m := range old {
 		cache[name] = m

@@ -201,7 +201,7 @@ func TestMethodCacheIsBounded(t *testing.T) {
 	runtime.ReadMemStats(&before)
 	for i := range 10_000 {
 		m := set.lookup(fmt.Sprintf("/made.up.Service%d/%s", i, suffix))
-		if m.policy.MaxAttempts != DefaultMaxAttempts || m.log == nil {
+		if m.policy.MaxAttempts != DefaultMaxAttempts || m.memory == nil {
 			t.Fatalf("method %d: %+v", i, m)
 		}
 	}
@@ -210,7 +210,7 @@ func TestMethodCacheIsBounded(t *testing.T) {
 	if n := len(*set.cache.Load()); n != maxMethodsKept {
 		t.Errorf("%d methods are kept, want %d", n, maxMethodsKept)
 	}
-	if n := len(set.logs.byName); n > maxMethodsKept {
+	if n := len(set.memories.byName); n > maxMethodsKept {
 		t.Errorf("what was told of %d methods is kept, want at most %d", n, maxMethodsKept)
 	}
 	// Each entry has two copies of a name of 1 KiB at most, and some 300 bytes beside.

@@ -196,11 +196,16 @@ func (m *metrics) attempt(ctx context.Context, x *method, code codes.Code, reaso
 	m.attempts.Add(ctx, 1, *opts...)
 }
 
-// call records the end of a call that was retried.
-func (m *metrics) call(ctx context.Context, x *method, retries int, waited time.Duration) {
+// call records the end of a call that made more than one attempt.
+func (m *metrics) call(ctx context.Context, x *method, retries, hedges int, waited time.Duration) {
 	of := m.of(x)
-	m.retries.Record(ctx, int64(retries), of.record...)
-	m.delay.Record(ctx, waited.Seconds(), of.record...)
+	if hedges > 0 {
+		m.hedges.Record(ctx, int64(hedges), of.record...)
+	}
+	if retries > 0 {
+		m.retries.Record(ctx, int64(retries), of.record...)
+		m.delay.Record(ctx, waited.Seconds(), of.record...)
+	}
 }
 
 // rejected counts what the budget refused.

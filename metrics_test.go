@@ -379,7 +379,7 @@ func TestMetricsDoNotAllocate(t *testing.T) {
 	x := r.set.Load().lookup(get)
 	if n := testing.AllocsPerRun(500, func() {
 		r.metrics.attempt(t.Context(), x, codes.Unavailable, ReasonBudgetExhausted)
-		r.metrics.call(t.Context(), x, 2, time.Second)
+		r.metrics.call(t.Context(), x, 2, 1, time.Second)
 		r.metrics.rejected(t.Context(), x)
 		r.metrics.gaveUp(t.Context(), x, ReasonBudgetExhausted)
 	}); n != 0 {

@@ -54,6 +54,10 @@ func TestBadConfiguration(t *testing.T) {
 			[]string{`WithMethodPolicy("a.B/C"): Policy.Hedge.AtOnce = true together with Delay or Quantile, want one of them`}},
 		{"hedges of a write", withPolicy(Policy{Idempotency: NotIdempotent, Hedge: Hedge{MaxAttempts: 2, Delay: 1}}),
 			[]string{`WithMethodPolicy("a.B/C"): Policy.Hedge.MaxAttempts = 2 with Idempotency NotIdempotent, want a method that may run twice at once`}},
+		{"hedges of a service of writes", []Option{WithMethodPolicy("a.B/*", Policy{Idempotency: NotIdempotent}), WithMethodPolicy("a.B/C", Policy{Hedge: Hedge{MaxAttempts: 2, Delay: 1}})},
+			[]string{`WithMethodPolicy("a.B/C"): Policy.Hedge.MaxAttempts = 2, but the Idempotency of the service policy is NotIdempotent; want a method that may run twice at once`}},
+		{"hedges where all are writes", []Option{WithDefaultPolicy(Policy{Idempotency: NotIdempotent}), WithMethodPolicy("a.B/*", Policy{Hedge: Hedge{MaxAttempts: 2, Delay: 1}})},
+			[]string{`WithMethodPolicy("a.B/*"): Policy.Hedge.MaxAttempts = 2, but the Idempotency of the default policy is NotIdempotent; want a method that may run twice at once`}},
 		{"Hedge.NonFatal", withPolicy(Policy{Hedge: Hedge{NonFatal: Codes(math.MaxUint32)}}),
 			[]string{`WithMethodPolicy("a.B/C"): Policy.Hedge.NonFatal holds the code 4294967295, want codes from 1 (CANCELLED) to 16 (UNAUTHENTICATED)`}},
 
@@ -158,6 +162,7 @@ func TestGoodConfiguration(t *testing.T) {
 		"every kind":         {WithDefaultPolicy(Policy{Idempotency: NotIdempotent}), WithMethodPolicy("a.B/*", Policy{Idempotency: Keyed}), WithMethodPolicy("a.B/C", Policy{Idempotency: Idempotent})},
 		"says it twice":      {WithIdempotent("a.B/C"), WithMethodPolicy("a.B/C", Policy{Idempotency: Idempotent})},
 		"hedges":             {WithMethodPolicy("a.B/C", Policy{Hedge: Hedge{MaxAttempts: 3, Delay: time.Millisecond}}), WithMethodPolicy("a.B/D", Policy{Hedge: Hedge{MaxAttempts: 3, AtOnce: true}}), WithMethodPolicy("a.B/E", Policy{Hedge: Hedge{MaxAttempts: 3, Quantile: 0.95}})},
+		"hedges of a read":   {WithDefaultPolicy(Policy{Idempotency: NotIdempotent}), WithIdempotent("a.B/C"), WithMethodPolicy("a.B/C", Policy{Hedge: Hedge{MaxAttempts: 2, Delay: 1}})},
 		"one hedge":          {WithMethodPolicy("a.B/C", Policy{Idempotency: NotIdempotent, Hedge: Hedge{MaxAttempts: 1}})},
 		"unlimited":          {WithBudget(Unlimited())},
 		"budget":             {WithBudget(budget)},

@@ -23,7 +23,7 @@ type Policy struct {
 	// included, as gRFC A6 counts in its section "Maximum Number of Retries".
 	// 0 means [DefaultMaxAttempts], 1 never retries, less is refused; there is
 	// no upper bound. With wait-for-ready, attempts that never left the client
-	// do not count.
+	// do not count. With Hedge only 1, which switches that off, means anything.
 	MaxAttempts int
 
 	// Timeout bounds the whole call, waits included, from the moment it is
@@ -66,8 +66,8 @@ type Policy struct {
 	// the next less specific place, down to the .proto.
 	Idempotency Idempotency
 
-	// Hedge, if its MaxAttempts is more than 1, replaces retries by overlapping
-	// attempts. These are not made yet: such a policy makes a single attempt.
+	// Hedge, if its MaxAttempts is more than 1, replaces retries by attempts
+	// that overlap.
 	Hedge Hedge
 
 	// ReplayBytes is how much of what a stream's caller sent is kept so that
@@ -81,24 +81,64 @@ type Policy struct {
 	RetryQuota bool
 }
 
-// Hedge describes overlapping attempts: another attempt starts while earlier
-// ones are still running, and the first good answer wins. The zero value does
-// not hedge.
+// Hedge describes attempts that overlap: another one starts while earlier ones
+// still run, and the first good answer wins. See gRFC A6, section "Hedging
+// Policy". The zero value does not hedge.
+//
+// Unary calls are hedged, and server streams until their first message, where
+// the method is known to be idempotent. All other calls of the policy, work that
+// [Retrier.Do] runs among them, make their attempts one after the other, within
+// the same MaxAttempts and for the same codes, with the policy's Backoff between
+// them.
+//
+// Each attempt has a context, call options and a reply of its own. The winner's
+// reply becomes the caller's; the others are cancelled, and the call returns
+// when they have returned. So an interceptor further in that does not heed its
+// context holds the call up. Where the reply is none of protobuf's, and holds a
+// pointer, map or slice when the call is made, no other like it can be made, and
+// the call is not hedged.
 type Hedge struct {
 	// MaxAttempts is the largest number of attempts of one call, the first
 	// included; 0 and 1 do not hedge.
 	MaxAttempts int
-	// Delay is how long after an attempt began the next one starts. 0 is only
-	// accepted together with AtOnce or Quantile.
+	// Delay is how long after an attempt began the next one starts; for a
+	// server stream it begins with the caller's first RecvMsg or Header. 0 is only
+	// accepted together with AtOnce or Quantile. Together with Quantile it is the
+	// least that this can come to.
 	Delay time.Duration
-	// Quantile, in (0, 1), starts the next attempt once the running one has
-	// taken longer than this share of the method's recent calls. 0 means Delay.
+	// Quantile, in (0, 1), starts the next attempt once the latest one has
+	// taken longer than this share of the method's recent calls did. So of the
+	// calls 1-Quantile are hedged, as long as the method is as fast as it was. It
+	// is never less than 1 ms, or Delay if that is given. There are no such
+	// hedges before the method was called 100 times, or 10/(1-Quantile) times if
+	// that is more. What it remembers takes 1.1 KiB for each method that has a
+	// Quantile; there is none for methods beyond the 1024 that a Retrier keeps.
+	// 0 means Delay.
 	Quantile float64
-	// AtOnce starts all attempts together; it is how Delay 0 is asked for.
+	// AtOnce starts all attempts together; it is how Delay 0 is asked for. No
+	// call is then answered before its hedges are due, and such calls are what
+	// pays for hedges: with the default budget only the first few are hedged. A
+	// service that can bear the multiple of its load says so by [WithBudget].
 	AtOnce bool
 	// NonFatal are the codes after which the other attempts go on and the next
-	// hedge starts at once. The zero value is the policy's Codes.
+	// one starts at once, or when the server's hint says; any other failure ends
+	// the call. The zero value is the policy's Codes.
 	NonFatal CodeSet
+}
+
+// String describes when hedges are made, for logs and people; the text may change.
+func (h Hedge) String() string {
+	switch {
+	case h.MaxAttempts < 2:
+		return "no hedges"
+	case h.Quantile > 0 && h.Delay > 0:
+		return fmt.Sprintf("another one when the latest has taken longer than %.6g%% of the method's recent calls, but no less than %v", 100*h.Quantile, h.Delay)
+	case h.Quantile > 0:
+		return fmt.Sprintf("another one when the latest has taken longer than %.6g%% of the method's recent calls", 100*h.Quantile)
+	case h.AtOnce:
+		return "all at once"
+	}
+	return fmt.Sprintf("another one %v after the latest began", h.Delay)
 }
 
 // Idempotency says whether repeating a call that may already have been
@@ -171,10 +211,24 @@ func (p Policy) withDefaults() Policy {
 	return p
 }
 
-// single reports whether every call makes a single attempt. That holds also for
-// a policy that hedges: there are no hedges yet, and retries, which it does not
-// ask for, are no substitute.
-func (p *Policy) single() bool { return p.MaxAttempts == 1 || p.Hedge.MaxAttempts > 1 }
+// hedges reports whether attempts may overlap.
+func (p *Policy) hedges() bool { return p.Hedge.MaxAttempts > 1 && p.MaxAttempts != 1 }
+
+// most is the largest number of attempts.
+func (p *Policy) most() int {
+	if p.hedges() {
+		return p.Hedge.MaxAttempts
+	}
+	return p.MaxAttempts
+}
+
+// repeated are the codes after which there may be another attempt.
+func (p *Policy) repeated() CodeSet {
+	if p.hedges() && p.Hedge.NonFatal != (CodeSet{}) {
+		return p.Hedge.NonFatal
+	}
+	return p.Codes
+}
 
 // validate adds every fault of p, each naming its field, the value and what is accepted.
 func (p Policy) validate(f *faults) {

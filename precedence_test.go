@@ -408,20 +408,21 @@ func TestServiceConfigAttemptTimeout(t *testing.T) {
 	})
 }
 
-// A policy that hedges is kept and explained, and as there are no hedges yet it
-// makes a single attempt.
-func TestHedgingPolicyMakesOneAttempt(t *testing.T) {
+// Whoever moves a hedgingPolicy over from another language must have its hedges.
+func TestHedgingPolicyOfServiceConfig(t *testing.T) {
 	doc := `{"methodConfig": [{"name": [{"service": "testsrv.v1.TestService"}], "hedgingPolicy":
 		{"maxAttempts": 3, "hedgingDelay": "0.5s", "nonFatalStatusCodes": ["UNAVAILABLE"]}}]}`
 	synctest.Test(t, func(t *testing.T) {
 		r := newRetrier(t, WithServiceConfig(doc))
-		srv, client := serve(t, r, testsrv.Script{get: testsrv.Fail(1, codes.Unavailable)})
+		srv, client := serve(t, r, testsrv.Script{get: testsrv.Sequence{{Delay: time.Minute}, {Delay: 100 * ms, Code: codes.Unavailable}, {}}})
+		begun := time.Now()
 		_, err := client.Get(t.Context(), &testpb.Request{})
-		if n := srv.Count(get); n != 1 || status.Code(err) != codes.Unavailable {
-			t.Errorf("%d attempts, %v; want 1 and UNAVAILABLE", n, err)
+		if n := srv.Count(get); n != 3 || err != nil {
+			t.Errorf("%d attempts, %v; want 3 and success", n, err)
 		}
+		checkElapsed(t, begun, 600*ms)
 		text := r.Explain(get).String()
-		if want := "1: the policy hedges, at most 3 attempts, which is not in effect yet"; !strings.Contains(text, want) {
+		if want := "at most 3 that overlap: another one 500ms after the latest began"; !strings.Contains(text, want) {
 			t.Errorf("Explain does not say %q:\n%s", want, text)
 		}
 	})

@@ -254,15 +254,15 @@ func TestDeclarationThatComesLate(t *testing.T) {
 	if m := r.set.Load().lookup(method); m.idempotency != Inherit || m.source != SourceDefault {
 		t.Fatalf("before: %v from %v", m.idempotency, m.source)
 	}
-	log := r.set.Load().lookup(method).log
+	memory := r.set.Load().lookup(method).memory
 	option, err := proto.Marshal(&grpcretryv1.Policy{MaxAttempts: 7, Idempotency: grpcretryv1.Idempotency_IDEMPOTENCY_IDEMPOTENT})
 	if err != nil {
 		t.Fatal(err)
 	}
 	register(t, service, unknown(t, grpcretryv1.E_Retry.TypeDescriptor().Number(), option))
 	m := r.set.Load().lookup(method)
-	if m.idempotency != Idempotent || m.policy.MaxAttempts != 7 || m.log != log {
-		t.Errorf("after: %v, %d attempts, the same log %v; want Idempotent, 7 and true", m.idempotency, m.policy.MaxAttempts, m.log == log)
+	if m.idempotency != Idempotent || m.policy.MaxAttempts != 7 || m.memory != memory {
+		t.Errorf("after: %v, %d attempts, the same memory %v; want Idempotent, 7 and true", m.idempotency, m.policy.MaxAttempts, m.memory == memory)
 	}
 	if again := r.set.Load().lookup(method); again != m {
 		t.Error("resolved at every call")

@@ -23,7 +23,7 @@ func (c *call) consultResolver() {
 		return
 	}
 	mc := c.cc.GetMethodConfig(c.method.name)
-	if c.number == 0 && mc.RetryPolicy == nil && mc.Timeout == nil && mc.WaitForReady == nil {
+	if c.made == 0 && mc.RetryPolicy == nil && mc.Timeout == nil && mc.WaitForReady == nil {
 		return // perhaps not yet resolved: ask again after the attempt
 	}
 	c.consulted = true

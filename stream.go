@@ -63,6 +63,8 @@ type clientStream struct {
 	cur       *attempt  // nil while there is none with a stream
 	latest    *attempt  // that had one
 	settling  bool      // cur has ended or is nil, and it is being decided what follows
+	hedged    bool      // other attempts may run beside cur until it is committed,
+	racing    bool      // and do; any of them may take its place
 	receiving bool      // somebody holds the role
 	headers   int       // callers in Header, who wait without the role
 	committed commitCause
@@ -139,10 +141,7 @@ func (s *clientStream) open() bool {
 	for {
 		a := new(attempt)
 		ctx, opts := s.start(a)
-		inner, err := s.streamer(ctx, s.desc, c.cc, s.fullMethod, opts...)
-		if err == nil && inner == nil {
-			err = status.Error(codes.Internal, "grpcretry: an interceptor further in gave neither a stream nor an error")
-		}
+		inner, err := s.newStream(ctx, opts)
 		if err == nil {
 			a.inner = inner
 			s.install(a)
@@ -155,10 +154,18 @@ func (s *clientStream) open() bool {
 	}
 }
 
+// newStream makes a stream.
+func (s *clientStream) newStream(ctx context.Context, opts []grpc.CallOption) (grpc.ClientStream, error) {
+	inner, err := s.streamer(ctx, s.desc, s.call.cc, s.fullMethod, opts...)
+	if err == nil && inner == nil {
+		err = status.Error(codes.Internal, "grpcretry: an interceptor further in gave neither a stream nor an error")
+	}
+	return inner, err
+}
+
 // start is the call's, with an OnFinish that belongs to a.
 func (s *clientStream) start(a *attempt) (context.Context, []grpc.CallOption) {
 	c := &s.call
-	c.opened, c.answered, c.timedOut = false, false, false
 	p := newProbe()
 	p.option.OnFinish = func(err error) {
 		p.finish(err)
@@ -198,7 +205,7 @@ func (s *clientStream) configure() {
 	if s.desc.ClientStreams && !s.desc.ServerStreams {
 		s.half = p.AttemptTimeout
 	}
-	s.resumable = s.call.resume != nil
+	s.resumable, s.hedged = s.call.resume != nil, s.call.hedging
 }
 
 // commit ties the stream to a, its present attempt. It requires mu.
@@ -235,7 +242,12 @@ func (s *clientStream) RecvMsg(m any) error {
 	blank := blankOf(m)
 	for {
 		a := s.cur // which only the holder of the role changes
-		err := s.receive(a, m)
+		var err error
+		if s.mayRace(m) {
+			a, err = s.race(m)
+		} else {
+			err = s.receive(a, m, &s.dog)
+		}
 		if err == nil && s.desc.ServerStreams {
 			s.deliver(a, m)
 			return nil
@@ -294,7 +306,7 @@ func (s *clientStream) result(err error) error {
 func (s *clientStream) Header() (metadata.MD, error) {
 	for {
 		s.mu.Lock()
-		for s.settling && s.header == nil {
+		for (s.settling || s.racing) && s.header == nil {
 			s.cond.Wait()
 		}
 		a, known, over := s.cur, s.header, s.over
@@ -304,6 +316,11 @@ func (s *clientStream) Header() (metadata.MD, error) {
 				return known, nil
 			}
 			return a.inner.Header()
+		}
+		if s.hedgeable() && !s.receiving {
+			s.mu.Unlock()
+			s.raceHeader()
+			continue
 		}
 		s.headers++
 		s.mu.Unlock()
@@ -466,20 +483,25 @@ func (s *clientStream) settle(a *attempt, err error) bool {
 	s.settling = true
 	s.mu.Unlock()
 	s.deciding = true
+	a.end()
+	s.look(a, err)
+	return s.decide(a, err)
+}
+
+// end ends the attempt, and returns when nobody sends to it any more.
+func (a *attempt) end() {
 	a.cancel()
 	if a.replayed != nil {
 		<-a.replayed
 	}
-	s.look(a, err)
-	return s.decide(a, err)
 }
 
 // look learns from a's stream, which has ended with err, what grpc did not write
 // to the attempt's destinations, or not yet.
 func (s *clientStream) look(a *attempt, err error) {
 	c := &s.call
-	if c.aborted {
-		return // it may not have ended
+	if c.aborted || a.inner == nil {
+		return // it may not have ended; it has no stream
 	}
 	if !c.dest.probe.ended() {
 		c.dest = newDestinations(newProbe())
@@ -497,20 +519,7 @@ func (s *clientStream) look(a *attempt, err error) {
 // decide is settle, once there is nothing more to learn from a.
 func (s *clientStream) decide(a *attempt, err error) bool {
 	c := &s.call
-	if isEOF(err) {
-		err = nil
-	}
-	s.mu.Lock()
-	if a.timedOut != "" && c.ctx.Err() == nil && err != nil && statusOf(err).Code() == codes.Canceled {
-		err, c.timedOut = status.Error(codes.DeadlineExceeded, "grpcretry: attempt timed out: "+a.timedOut), true
-	}
-	a.stopLimit()
-	c.committed, c.answered = s.committed, a.given
-	c.resumable = s.resumable || c.resume != nil && !c.repeatable() // the ladder has a better word than committed
-	if a.progress {
-		c.progress()
-	}
-	s.mu.Unlock()
+	err = s.examine(a, err)
 	if !c.again(err) {
 		s.conclude(err)
 		return false
@@ -525,6 +534,27 @@ func (s *clientStream) decide(a *attempt, err error) bool {
 	}
 	s.mu.Unlock()
 	return s.open()
+}
+
+// examine tells the call what it cannot know of a, and gives the error with
+// which a is to be taken to have ended.
+func (s *clientStream) examine(a *attempt, err error) error {
+	c := &s.call
+	if isEOF(err) {
+		err = nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if a.timedOut != "" && c.ctx.Err() == nil && err != nil && statusOf(err).Code() == codes.Canceled {
+		err, c.timedOut = status.Error(codes.DeadlineExceeded, "grpcretry: attempt timed out: "+a.timedOut), true
+	}
+	a.stopLimit()
+	c.committed, c.answered = s.committed, a.given
+	c.resumable = s.resumable || c.resume != nil && !c.repeatable() // the ladder has a better word than committed
+	if a.progress {
+		c.progress()
+	}
+	return err
 }
 
 // conclude ends the call with err, the last attempt's; nil is success.
@@ -542,7 +572,7 @@ func (s *clientStream) close(final error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.deciding = false
-	s.over, s.settling, s.final = true, false, final
+	s.over, s.settling, s.racing, s.final = true, false, false, final
 	s.log.free()
 	if s.cur != nil {
 		s.cur.stopLimit()

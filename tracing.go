@@ -32,6 +32,8 @@ const (
 	keyDecision      = attribute.Key("grpcretry.attempt.decision")
 	keyDuration      = attribute.Key("grpcretry.attempt.duration")
 	keySent          = attribute.Key("grpcretry.attempt.sent")
+	keyHedge         = attribute.Key("grpcretry.attempt.hedge")
+	keyUnhedged      = attribute.Key("grpcretry.hedge.refused")
 	keyMax           = attribute.Key("grpcretry.attempt.max")
 	keyDropped       = attribute.Key("grpcretry.attempt.dropped")
 	keyCommitCause   = attribute.Key("grpcretry.commit.cause")
@@ -169,7 +171,7 @@ func (c *call) endTrace(code codes.Code, panicked bool) {
 	c.trace.own = nil
 	if span.IsRecording() {
 		name := codeName(code)
-		span.SetAttributes(keyStatusCode.String(name), keyAttempts.Int(c.number))
+		span.SetAttributes(keyStatusCode.String(name), keyAttempts.Int(c.made))
 		switch {
 		case panicked:
 			span.SetAttributes(keyErrorType.String("panic"))
@@ -197,7 +199,7 @@ var eventBuffers = sync.Pool{New: func() any { return new(eventBuffer) }}
 // call with many attempts only the first 31 and the last leave one, because a
 // span keeps a limited number of events and evicts the oldest.
 func (t *callTrace) attempt(c *call, a *Attempt, last bool) {
-	if !last && a.Number >= maxAttemptsKept || c.r.eventsOnlyOnRetry && last && a.Number == 1 {
+	if !last && a.Number >= maxAttemptsKept || c.r.eventsOnlyOnRetry && last && c.made == 1 {
 		return
 	}
 	b, _ := eventBuffers.Get().(*eventBuffer)
@@ -222,6 +224,9 @@ func appendAttempt(attrs []attribute.KeyValue, c *call, a *Attempt, last bool) [
 		keyDecision.String(a.Reason.String()),
 		keyDuration.Float64(a.Duration.Seconds()),
 	)
+	if a.Hedge {
+		attrs = append(attrs, keyHedge.Bool(true))
+	}
 	if a.Code != codes.OK {
 		attrs = append(attrs, keyErrorType.String(codeName(a.Code)), keySent.String(a.Evidence.String()))
 	}
@@ -235,12 +240,15 @@ func appendAttempt(attrs []attribute.KeyValue, c *call, a *Attempt, last bool) [
 		attrs = append(attrs, keyCommitCause.String(string(c.committed)))
 	}
 	if last {
-		attrs = append(attrs, keyMax.Int(c.policy.MaxAttempts))
+		attrs = append(attrs, keyMax.Int(c.policy.most()))
 		if a.Remaining >= 0 {
 			attrs = append(attrs, keyRemaining.Float64(a.Remaining.Seconds()))
 		}
 		if a.Code != codes.OK {
 			attrs = append(attrs, keyIdempotency.String(c.idempotency.String()), keyPolicySource.String(c.source.String()))
+		}
+		if c.unhedged != ReasonNone {
+			attrs = append(attrs, keyUnhedged.String(c.unhedged.String()))
 		}
 		if c.dropped > 0 {
 			attrs = append(attrs, keyDropped.Int(c.dropped))

@@ -39,6 +39,8 @@ var schema = map[attribute.Key]any{
 		"backoff", "pushback", "retry_info",
 	},
 	"grpcretry.budget.balance":     float64(0),
+	"grpcretry.attempt.hedge":      true,
+	"grpcretry.hedge.refused":      []string{"not_idempotent", "inbound_retry", "dry_run", "pushback_stop", "budget_exhausted"},
 	"grpcretry.attempt.max":        int64(0),
 	"grpcretry.attempt.dropped":    int64(0),
 	"grpcretry.deadline.remaining": float64(0),
@@ -75,6 +77,9 @@ func checkEvents(t testing.TB, events []event) {
 // checkCallEvents is checkEvents for the events of one call.
 func checkCallEvents(t testing.TB, events []event) {
 	t.Helper()
+	// The attempts of a hedged call end in any order.
+	hedged := slices.ContainsFunc(events, func(e event) bool { return e["grpcretry.attempt.hedge"] == true })
+	seen := map[int64]bool{}
 	for i, e := range events {
 		last := i == len(events)-1
 		fault := func(format string, args ...any) {
@@ -99,6 +104,10 @@ func checkCallEvents(t testing.TB, events []event) {
 				if f, ok := value.(float64); !ok || !(f >= 0) {
 					fault("%s = %#v, want a double", key, value)
 				}
+			case bool:
+				if value != true {
+					fault("%s = %#v, want true", key, value)
+				}
 			case string:
 				if s, ok := value.(string); !ok || s == "" {
 					fault("%s = %#v, want a string", key, value)
@@ -116,8 +125,9 @@ func checkCallEvents(t testing.TB, events []event) {
 		decision, _ := e["grpcretry.attempt.decision"].(string)
 		number, _ := e["grpcretry.attempt.number"].(int64)
 		failed := e["rpc.response.status_code"] != "OK"
-		follows := decision == "retry" || decision == "resume"
-		waits := follows || decision == "dry_run"
+		waits := decision == "retry" || decision == "resume" || decision == "dry_run"
+		aside := decision == "hedge_lost" || decision == "hedge_failed"
+		follows := aside || decision == "retry" || decision == "resume"
 		needs(true, "grpcretry.attempt.number", "rpc.response.status_code", "grpcretry.attempt.decision", "grpcretry.attempt.duration", "rpc.method")
 		needs(failed, "error.type", "grpcretry.attempt.sent")
 		needs(waits, "grpcretry.retry.delay", "grpcretry.retry.delay_source")
@@ -129,7 +139,7 @@ func checkCallEvents(t testing.TB, events []event) {
 		needs(last && failed, "grpcretry.idempotency", "grpcretry.policy.source")
 		needs(last && number > 32, "grpcretry.attempt.dropped")
 		if !last {
-			needs(false, "grpcretry.deadline.remaining")
+			needs(false, "grpcretry.deadline.remaining", "grpcretry.hedge.refused")
 		}
 		_, within := e["grpcretry.within.name"]
 		needs(within, "grpcretry.within.attempt")
@@ -139,7 +149,7 @@ func checkCallEvents(t testing.TB, events []event) {
 		if failed && e["error.type"] != e["rpc.response.status_code"] {
 			fault("error.type is not the code")
 		}
-		if follows == last || (decision == "success") == failed {
+		if follows == last || (decision == "success") == failed && decision != "hedge_lost" || aside && !hedged {
 			fault("decision %q", decision)
 		}
 		if balance, ok := e["grpcretry.budget.balance"].(float64); ok && balance > 1 {
@@ -148,9 +158,16 @@ func checkCallEvents(t testing.TB, events []event) {
 		switch dropped, _ := e["grpcretry.attempt.dropped"].(int64); {
 		case i > 31:
 			fault("more than 32 events")
+		case seen[number]:
+			fault("number %d is there twice", number)
+		case hedged && dropped == 0:
+			if number < 1 || number > int64(len(events)) {
+				fault("number %d of %d", number, len(events))
+			}
 		case !last && number != int64(i+1), last && number != int64(i+1)+dropped:
 			fault("number %d with %d left out", number, dropped)
 		}
+		seen[number] = true
 	}
 }
 

@@ -11,8 +11,8 @@ import (
 // would end a stream that delivers. They count while the caller waits, and what
 // had arrived when one of them ends the attempt is delivered all the same.
 
-// receive reads a message from a, within the timeouts.
-func (s *clientStream) receive(a *attempt, m any) error {
+// receive reads a message from a, within the timeouts, over which dog watches.
+func (s *clientStream) receive(a *attempt, m any, dog *watchdog) error {
 	if c := &s.call; c.resume != nil {
 		if err := c.resume.acceptsMessage(m); err != nil {
 			c.aborted = true
@@ -24,14 +24,14 @@ func (s *clientStream) receive(a *attempt, m any) error {
 		defer s.awaited(a)
 	}
 	if s.first > 0 && !a.answered {
-		s.dog.guard(a, s.first, "FirstResponseTimeout")
+		dog.guard(a, s.first, "FirstResponseTimeout")
 		_, _ = a.inner.Header() // RecvMsg tells of a failure
-		s.dog.rest()
+		dog.rest()
 		a.answered = true
 	}
 	if s.idle > 0 {
-		s.dog.guard(a, s.idle, "IdleTimeout")
-		defer s.dog.rest()
+		dog.guard(a, s.idle, "IdleTimeout")
+		defer dog.rest()
 	}
 	return a.inner.RecvMsg(m)
 }

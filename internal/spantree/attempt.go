@@ -177,7 +177,8 @@ func (t *tree) decisionWords(a attempt) string {
 
 // reasonWords are the words for decisions that need no numbers.
 var reasonWords = map[string]string{
-	"hedge_lost":       "another attempt of the call was faster",
+	"hedge_lost":       "another attempt decided the call before this one",
+	"hedge_failed":     "other attempts of the call go on",
 	"parent_done":      "the caller's context ended",
 	"closed":           "the connection was closed on this side",
 	"disabled":         "retries are switched off for this call or method",

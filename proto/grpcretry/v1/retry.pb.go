@@ -543,7 +543,7 @@ type Hedge struct {
 	// Attempts of one call, the first included. At least 2.
 	MaxAttempts int32 `protobuf:"varint,1,opt,name=max_attempts,json=maxAttempts,proto3" json:"max_attempts,omitempty"`
 	// The wait from one attempt to the next. At least 0; 0 or absent is accepted
-	// only with at_once or quantile.
+	// only with at_once or quantile. With quantile it is the least that comes of that.
 	Delay *durationpb.Duration `protobuf:"bytes,2,opt,name=delay,proto3" json:"delay,omitempty"`
 	// Instead of a fixed delay: the share of the method's recent calls that were
 	// answered by the time the next attempt is due, 0.95 for instance. Above 0 and
