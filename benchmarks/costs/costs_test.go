@@ -78,7 +78,7 @@ func TestPairsCancelTheMachine(t *testing.T) {
 // The table has a cell for every peer in every row, and says which could not take part.
 func TestTable(t *testing.T) {
 	random := rand.New(rand.NewPCG(5, 6))
-	table := NewTable(peers.All)
+	table := NewTable(peers.All, Least(2, time.Millisecond))
 	for _, c := range Cases[:1] {
 		figures, err := c.Measure(peers.All, Effort{Rounds: 3, Batch: 50 * time.Microsecond}, random)
 		if err != nil {

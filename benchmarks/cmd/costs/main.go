@@ -48,7 +48,7 @@ func run(w io.Writer, e costs.Effort, only, who string, seed uint64) error {
 		}
 	}
 	random := rand.New(rand.NewPCG(seed, seed))
-	table := costs.NewTable(list)
+	table := costs.NewTable(list, costs.Least(e.Rounds, e.Batch))
 	for _, c := range costs.Cases {
 		if !cases.MatchString(c.Bench) {
 			continue
