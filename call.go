@@ -28,14 +28,17 @@ const (
 // or finish.
 type call struct {
 	callState
+	aftermath
 
-	// What follows serves one call after the other.
+	// What follows serves one call after the other, or has a meaning only where
+	// something above says so.
 	r      *Retrier
 	set    *policySet // in which method was found
 	asked  string     // the name by which it was found
 	method *method
 	own    *destinations // of the latest attempt, if nobody can be writing to it any more
 	inline [3]Attempt    // MaxAttempts is 3 by default
+	ended  time.Time     // of a hedged call: when the attempt at hand ended; zero: now
 }
 
 // callState is what a call must not leave to the next one.
@@ -78,24 +81,31 @@ type callState struct {
 	committed commitCause
 	resumable bool // though committed, it may go on with another attempt
 
+	code codes.Code // of the result
+	done bool
+
 	hedging  bool   // attempts may overlap; what follows is for hedged calls only
 	others   bool   // run beside that at hand
 	hedges   int    // made
 	timed    bool   // they had their time,
 	wanted   bool   // and that of one came
 	unhedged Reason // why there is no hedge, or no further one
+}
+
+// aftermath is what a call knows once it has looked into the result of an
+// attempt. One that succeeds at once, and that nobody watches, leaves it alone.
+type aftermath struct {
+	attempts []Attempt // in the order of their ends, at most maxAttemptsKept
+	dropped  int
+	place    int // of the attempt at hand
+	verdict  decision
 
 	retries  int           // since the last pushback, for the backoff
 	previous time.Duration // the last backoff
 	waited   time.Duration // between attempts, in all
 	reauthed bool
-
-	attempts []Attempt // in the order of their ends, at most maxAttemptsKept
-	dropped  int
-	balance  float64    // the budget's, at the last decision
-	cut      error      // the context's error that ended a wait
-	code     codes.Code // of the result
-	done     bool
+	balance  float64 // the budget's, at the last decision
+	cut      error   // the context's error that ended a wait
 }
 
 // current is what belongs to one attempt. The attempts of a hedged call, which
@@ -104,7 +114,6 @@ type current struct {
 	number int
 	hedge  bool // it overlaps an earlier one
 	begun  moment
-	ended  time.Time // zero: now
 	cutoff time.Time // the end of the attempt's own timeout, if that comes before the call's deadline
 	cancel context.CancelFunc
 	dest   *destinations
@@ -118,9 +127,7 @@ type current struct {
 	aborted  bool // a fault on this side ended it; another would meet it too
 
 	succeeded bool
-	judged    bool // it is decided what follows,
-	verdict   decision
-	place     int  // in attempts
+	judged    bool // it is decided what follows: see verdict
 	pending   bool // its event is not yet emitted
 }
 
@@ -213,7 +220,7 @@ func (c *call) begin(ctx context.Context, fullMethod string, cc *grpc.ClientConn
 		c.due = earlier(c.due, c.started.time(time.Now()).Add(c.policy.Timeout))
 	}
 	if c.policy.hedges() && !c.work && (c.stream == nil || c.stream.fromServer()) {
-		c.hedging = c.mayHedge()
+		c.hedging, c.ended = c.mayHedge(), time.Time{}
 	}
 	c.beginTrace()
 	c.observed = c.reports || len(r.hooks) > 0 || c.trace.recording
@@ -432,7 +439,7 @@ func (c *call) settle(won bool) {
 // facts collects what the ladder looks at, and fills in the record of the attempt.
 func (c *call) facts(err error) facts {
 	wall := c.ended
-	if wall.IsZero() {
+	if !c.hedging || wall.IsZero() {
 		wall = time.Now()
 	}
 	d := c.dest
@@ -700,6 +707,7 @@ func (c *call) recycle() {
 	}
 	if c.attempts != nil {
 		clear(c.inline[:min(len(c.attempts), len(c.inline))])
+		c.aftermath = aftermath{}
 	}
 	c.callState = callState{}
 	c.r.calls.Put(c)

@@ -50,6 +50,9 @@ const (
 // entrant is one attempt of a race.
 type entrant struct {
 	current
+	verdict  decision // once judged
+	place    int
+	ended    time.Time
 	reply    any      // the attempt's own
 	stream   *attempt // nil for a unary call
 	empty    bool     // it ended well without a message
@@ -98,7 +101,7 @@ func (r *race) run(ctx context.Context, opts []grpc.CallOption, first *entrant) 
 			r.hedge()
 			continue
 		}
-		c.current = e.current
+		r.take(e)
 		r.check(e)
 		if e.err == nil || len(r.running) == 0 {
 			return r.decided(e)
@@ -112,7 +115,7 @@ func (r *race) run(ctx context.Context, opts []grpc.CallOption, first *entrant) 
 		c.judge(e.err)
 		c.others = false
 		if c.verdict.reason != ReasonHedgeFailed {
-			e.current = c.current
+			e.current, e.verdict, e.place = c.current, c.verdict, c.place
 			return r.decided(e)
 		}
 		c.tell(c.verdict)
@@ -214,6 +217,12 @@ func (r *race) hedge() {
 	r.start(ctx, opts, e)
 }
 
+// take makes e the attempt at hand.
+func (r *race) take(e *entrant) {
+	c := r.call
+	c.current, c.verdict, c.place, c.ended = e.current, e.verdict, e.place, e.ended
+}
+
 // check lets a panic of something further in go on where the call was made.
 func (r *race) check(e *entrant) {
 	switch {
@@ -249,7 +258,7 @@ func (r *race) decided(e *entrant) *entrant {
 		r.lose(other)
 	}
 	r.decider = nil
-	c.current = e.current
+	r.take(e)
 	if e.judged {
 		*c.last() = told // it gave way if the list is full
 	}
@@ -271,7 +280,7 @@ func (r *race) cancel() []*entrant {
 // lose tells of an attempt that did not decide.
 func (r *race) lose(e *entrant) {
 	c := r.call
-	c.current = e.current
+	r.take(e)
 	r.examine(e)
 	c.stopTimer()
 	c.settle(false)
@@ -293,10 +302,10 @@ func (r *race) close() {
 		return
 	}
 	c := r.call
-	at := c.current
+	at, place := c.current, c.place
 	c.consulted = true // whatever is called from here on might panic once more
 	for _, e := range r.lost {
-		c.current = e.current
+		r.take(e)
 		c.stopTimer()
 		c.settle(false)
 		if !c.judged {
@@ -306,7 +315,7 @@ func (r *race) close() {
 		c.pending = true
 		c.emit(false)
 	}
-	c.current = at
+	c.current, c.place = at, place
 }
 
 // hedgeDelay is how long after an attempt the next one starts; false: never for

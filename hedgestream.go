@@ -3,6 +3,7 @@ package grpcretry
 import (
 	"context"
 	"io"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/types/known/emptypb"
@@ -59,6 +60,7 @@ func (s *clientStream) race(m any) (*attempt, error) {
 	}
 	e := r.run(s.cur.ctx, nil, &entrant{stream: s.cur})
 	s.deciding = false
+	s.call.ended = time.Time{} // if it delivers, it has not ended
 	if m != nil && e.err == nil && !e.empty {
 		handReply(m, e.reply)
 	}
