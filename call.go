@@ -205,8 +205,7 @@ func (c *call) begin(ctx context.Context, fullMethod string, cc *grpc.ClientConn
 		refused = c.edit()
 	}
 	if refused != nil {
-		c.target, c.dest = r.targets.find(c.dialed(), cc), newDestinations(nil)
-		c.handOver(refused)
+		c.refuse(refused)
 		c.recycle()
 		return nil, refused
 	}
@@ -222,11 +221,38 @@ func (c *call) begin(ctx context.Context, fullMethod string, cc *grpc.ClientConn
 	if c.policy.hedges() && !c.work && (c.stream == nil || c.stream.fromServer()) {
 		c.hedging, c.ended = c.mayHedge(), time.Time{}
 	}
-	c.beginTrace()
-	c.observed = c.reports || len(r.hooks) > 0 || c.trace.recording
-	c.target = r.targets.enter(c.dialed(), cc) // last, because from here on the call must be closed
-	c.budget = c.method.child.enter(c.target)
+	c.join()
 	return c, nil
+}
+
+// join begins the span and counts the call in, last of all, because from here
+// on it must be closed. What is the user's and runs here (a tracer, an
+// [EventSink], the function that makes a budget) may panic: then the call is
+// over before its first attempt.
+func (c *call) join() {
+	joined := false
+	defer func() {
+		if joined {
+			return
+		}
+		defer c.endTrace(codes.Internal, true)
+		c.refuse(status.Error(codes.Internal, "grpcretry: the call panicked"))
+	}()
+	c.beginTrace()
+	c.observed = c.reports || len(c.r.hooks) > 0 || c.trace.recording
+	c.target = c.r.targets.enter(c.dialed(), c.cc)
+	c.budget = c.method.child.enter(c.target)
+	joined = true
+}
+
+// refuse tells the caller's destinations of an end before the first attempt.
+func (c *call) refuse(err error) {
+	name := c.dialed()
+	if c.cc != nil {
+		name = c.cc.CanonicalTarget()
+	}
+	c.target, c.dest = &target{name: name}, newDestinations(nil)
+	c.handOver(err)
 }
 
 // dialed is the name under which the call's target is kept.

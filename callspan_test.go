@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"runtime"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -19,6 +21,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/stats"
+	"google.golang.org/grpc/status"
 
 	"example.com/grpcretry/internal/testsrv"
 	"example.com/grpcretry/internal/testsrv/testpb"
@@ -405,6 +408,120 @@ func TestCallSpanOfStreamThatPanics(t *testing.T) {
 		})
 	}
 }
+
+// What is the user's and runs before the first attempt may panic too. Whoever
+// recovers from that must find nothing left open: not the span, nor a call that
+// counts as in flight, nor a caller who waits for OnFinish, nor a lock that the
+// next call waits for.
+func TestPanicBeforeTheFirstAttempt(t *testing.T) {
+	calls := map[string]func(context.Context, *Retrier, *grpc.ClientConn, ...grpc.CallOption) error{
+		"unary": func(ctx context.Context, _ *Retrier, cc *grpc.ClientConn, opts ...grpc.CallOption) error {
+			_, err := testpb.NewTestServiceClient(cc).Get(ctx, &testpb.Request{}, opts...)
+			return err
+		},
+		"stream": func(ctx context.Context, _ *Retrier, cc *grpc.ClientConn, opts ...grpc.CallOption) error {
+			stream, err := testpb.NewTestServiceClient(cc).List(ctx, &testpb.Request{}, opts...)
+			for err == nil {
+				_, err = stream.Recv()
+			}
+			if err == io.EOF {
+				return nil
+			}
+			return err
+		},
+		"work": func(ctx context.Context, r *Retrier, _ *grpc.ClientConn, _ ...grpc.CallOption) error {
+			return r.Do(ctx, "jobs/restock", func(context.Context) error { return nil })
+		},
+	}
+	for kind, call := range calls {
+		for _, where := range []string{"newBudget", "newBudget exits", "Enabled", "tracer"} {
+			t.Run(kind+", "+where, func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					tp, first := newEndings(), true
+					once := func(place string) {
+						if first && strings.HasPrefix(where, place) {
+							first = false
+							if strings.HasSuffix(where, "exits") {
+								runtime.Goexit()
+							}
+							panic("boom")
+						}
+					}
+					budget := newBudget(t)
+					r := newRetrier(t, WithCallSpan(faultyTracers{tp, func() { once("tracer") }}),
+						WithEventSink(faultySink{func() { once("Enabled") }}),
+						WithBudgetPerTarget(func(string) Budget { once("newBudget"); return budget }))
+					_, cc := serveStreams(t, r, nil)
+					var report Report
+					var ends []error
+					ended := make(chan any)
+					go func() {
+						defer func() { ended <- recover() }()
+						_ = call(t.Context(), r, cc, WithReport(&report), grpc.OnFinish(func(err error) { ends = append(ends, err) }))
+						t.Error("the call returned")
+					}()
+					if got := <-ended; (got == nil) != strings.HasSuffix(where, "exits") {
+						t.Errorf("recovered %v", got)
+					}
+					spans := 0
+					if where != "tracer" {
+						spans = 1
+						name := map[string]string{"unary": get[1:], "stream": list[1:], "work": "jobs/restock"}[kind]
+						checkCallSpan(t, tp.one(t), name, "INTERNAL", "panic", 0)
+					}
+					if kind != "work" {
+						if len(ends) != 1 || status.Code(ends[0]) != codes.Internal {
+							t.Errorf("OnFinish was told %v, want INTERNAL once", ends)
+						}
+						if report.Target != cc.CanonicalTarget() || report.Made() != 0 || report.Reason != ReasonNone {
+							t.Errorf("report %+v, want one of no attempts", report)
+						}
+					}
+					if err := call(t.Context(), r, cc); err != nil {
+						t.Errorf("the next call: %v", err)
+					}
+					if s := budget.state(); s.InFlight != 0 {
+						t.Errorf("%d calls in flight", s.InFlight)
+					}
+					for _, x := range r.targets.all() {
+						if n := x.inflight.Load(); n != 0 {
+							t.Errorf("%d calls to %s in flight", n, x.name)
+						}
+					}
+					if begun, ends := int(tp.begun.Load()), int(tp.ends.Load()); begun != spans+1 || ends != spans+1 {
+						t.Errorf("%d spans begun, %d ended, want %d", begun, ends, spans+1)
+					}
+				})
+			})
+		}
+	}
+}
+
+// faultyTracers run a function before each span.
+type faultyTracers struct {
+	trace.TracerProvider
+	before func()
+}
+
+func (f faultyTracers) Tracer(name string, opts ...trace.TracerOption) trace.Tracer {
+	return faultyTracer{f.TracerProvider.Tracer(name, opts...), f.before}
+}
+
+type faultyTracer struct {
+	trace.Tracer
+	before func()
+}
+
+func (f faultyTracer) Start(ctx context.Context, name string, opts ...trace.SpanStartOption) (context.Context, trace.Span) {
+	f.before()
+	return f.Tracer.Start(ctx, name, opts...)
+}
+
+// faultySink runs a function when it is asked, and takes nothing.
+type faultySink struct{ enabled func() }
+
+func (f faultySink) Enabled(context.Context) bool                                { f.enabled(); return false }
+func (faultySink) Emit(context.Context, string, time.Time, []attribute.KeyValue) {}
 
 // What is passed through, or refused before it begins, has no span.
 func TestCallSpanOnlyWhereThereIsACall(t *testing.T) {
