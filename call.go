@@ -579,7 +579,7 @@ func (c *call) advance(f *facts, d decision) {
 func (c *call) tell(d decision) {
 	a := c.last()
 	a.Reason, a.Delay, a.DelaySource = d.reason, d.delay, d.source
-	if !d.retry && d.reason != ReasonDryRun {
+	if d.reason == ReasonHedgeFailed && !d.last { // the next hedge's, which may never be made
 		a.Delay, a.DelaySource = 0, DelayBackoff
 	}
 	c.pending = true

@@ -140,6 +140,7 @@ func TestDelays(t *testing.T) {
 		policy func(*Policy)
 		want   []time.Duration // waits, the base of the backoff being 10 ms
 		source DelaySource     // of the first
+		asked  time.Duration   // by the server, in vain
 		reason Reason
 	}{
 		"backoff grows":                       {steps: testsrv.Sequence{unavailable}, want: []time.Duration{10 * ms, 20 * ms, 40 * ms}, reason: ReasonAttemptsExhausted},
@@ -151,10 +152,10 @@ func TestDelays(t *testing.T) {
 		"RetryInfo of 0":                      {steps: testsrv.Sequence{told(codes.Unavailable, 0)}, policy: attemptsOf(2), want: []time.Duration{10 * ms}, reason: ReasonAttemptsExhausted},
 		"RetryInfo below 0":                   {steps: testsrv.Sequence{told(codes.Unavailable, -time.Hour)}, policy: attemptsOf(2), want: []time.Duration{10 * ms}, reason: ReasonAttemptsExhausted},
 		"RetryInfo up to MaxHint":             {steps: testsrv.Sequence{told(codes.Unavailable, time.Minute)}, policy: attemptsOf(2), want: []time.Duration{time.Minute + 10*ms}, source: DelayRetryInfo, reason: ReasonAttemptsExhausted},
-		"RetryInfo beyond MaxHint":            {steps: testsrv.Sequence{told(codes.Unavailable, time.Minute+1)}, reason: ReasonPushbackStop},
-		"RetryInfo of a day":                  {steps: testsrv.Sequence{told(codes.ResourceExhausted, 24*time.Hour)}, reason: ReasonPushbackStop},
+		"RetryInfo beyond MaxHint":            {steps: testsrv.Sequence{told(codes.Unavailable, time.Minute+1)}, source: DelayRetryInfo, asked: time.Minute + 1, reason: ReasonPushbackStop},
+		"RetryInfo of a day":                  {steps: testsrv.Sequence{told(codes.ResourceExhausted, 24*time.Hour)}, source: DelayRetryInfo, asked: 24 * time.Hour, reason: ReasonPushbackStop},
 		"pushback is stronger than RetryInfo": {steps: testsrv.Sequence{both}, policy: attemptsOf(2), want: []time.Duration{7 * ms}, source: DelayPushback, reason: ReasonAttemptsExhausted},
-		"bad pushback is stronger too":        {steps: testsrv.Sequence{bad}, reason: ReasonPushbackStop},
+		"bad pushback is stronger too":        {steps: testsrv.Sequence{bad}, source: DelayPushback, reason: ReasonPushbackStop},
 		"quota without a hint":                {steps: testsrv.Sequence{exhausted}, reason: ReasonNotRetryable},
 		"quota without a hint, RetryQuota":    {steps: testsrv.Sequence{exhausted}, policy: quota, want: []time.Duration{1010 * ms, 1020 * ms}, reason: ReasonAttemptsExhausted},
 		"quota with RetryInfo of 0":           {steps: testsrv.Sequence{told(codes.ResourceExhausted, 0)}, policy: attemptsOf(3), want: []time.Duration{1010 * ms, 1020 * ms}, reason: ReasonAttemptsExhausted},
@@ -204,6 +205,9 @@ func TestDelays(t *testing.T) {
 				}
 				if s := report.Attempts[0].DelaySource; s != test.source {
 					t.Errorf("the first wait is by %v, want %v", s, test.source)
+				}
+				if d := report.Attempts[len(test.want)].Delay; d != test.asked {
+					t.Errorf("the last attempt tells of a wait of %v, want %v", d, test.asked)
 				}
 			})
 		})

@@ -352,7 +352,8 @@ type facts struct {
 	remaining   time.Duration // of the call's deadline
 }
 
-// decision is what follows an attempt.
+// decision is what follows an attempt. Its delay is told also where nothing
+// follows after it: one that does not fit, or that the server asked for in vain.
 type decision struct {
 	retry   bool
 	failure bool // counts as a failure for the budget
@@ -386,7 +387,7 @@ func decide(f *facts, retryIf func() Verdict, backoff func() time.Duration) deci
 	case f.timeUp && f.code == codes.DeadlineExceeded:
 		return stop(ReasonDeadline) // the call's own Timeout ended the attempt
 	case turnedAway && !f.others:
-		return decision{reason: ReasonPushbackStop, failure: true}
+		return decision{reason: ReasonPushbackStop, failure: true, delay: f.hint.delay, source: f.hint.source}
 	case f.permanent:
 		return stop(ReasonPermanent)
 	}
@@ -401,8 +402,12 @@ func decide(f *facts, retryIf func() Verdict, backoff func() time.Duration) deci
 	// that counts failures hears of it, whatever stops the retry.
 	d := decision{failure: true, cost: f.cost()}
 	switch {
+	case f.others && turnedAway:
+		d.reason, d.last = ReasonHedgeFailed, true
+		d.delay, d.source = f.hint.delay, f.hint.source
+		return d
 	case f.others:
-		d.reason, d.last = ReasonHedgeFailed, turnedAway
+		d.reason = ReasonHedgeFailed
 		d.delay, d.source = f.wait(backoff)
 		return d
 	case f.stopped:

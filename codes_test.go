@@ -62,7 +62,7 @@ var ladder = []rung{
 	{"committed", func(f *facts, _ *Verdict) { f.committed = true }, decision{reason: ReasonCommitted}},
 	{"deadline", func(f *facts, _ *Verdict) { f.timeUp, f.code = true, codes.DeadlineExceeded }, decision{reason: ReasonDeadline}},
 	{"pushback_stop", func(f *facts, _ *Verdict) { f.hint = hint{stop: true, source: DelayPushback} },
-		decision{reason: ReasonPushbackStop, failure: true}},
+		decision{reason: ReasonPushbackStop, failure: true, source: DelayPushback}},
 	{"permanent", func(f *facts, _ *Verdict) { f.permanent = true }, decision{reason: ReasonPermanent}},
 	{"retry_if_stop", func(_ *facts, v *Verdict) { *v = VerdictStop }, decision{reason: ReasonRetryIfStop}},
 	{"not_retryable", func(f *facts, _ *Verdict) { f.policy.Codes = Codes() }, decision{reason: ReasonNotRetryable}},
@@ -320,6 +320,14 @@ func TestLadderAgainstModel(t *testing.T) {
 		if got.retry && (got.delay != wait || got.source != source || got.cost != modelCost(&f)) {
 			t.Fatalf("%+v: waits %v (%v) at cost %v, want %v (%v) at cost %v",
 				f, got.delay, got.source, got.cost, wait, source, modelCost(&f))
+		}
+		// What is told of a wait that does not come must be true as well.
+		timeout := f.timeUp && f.code == codes.DeadlineExceeded
+		if want == ReasonDeadline && !timeout && (got.delay != wait || got.source != source) ||
+			want == ReasonDeadline && timeout && got.delay != 0 ||
+			want == ReasonPushbackStop && (got.delay != f.hint.delay || got.source != f.hint.source) ||
+			want != ReasonDeadline && want != ReasonPushbackStop && !got.retry && (got.delay != 0 || got.source != DelayBackoff) {
+			t.Fatalf("%+v: tells of a wait of %v (%v)", f, got.delay, got.source)
 		}
 		if drawn > 1 || got.retry && source != DelayPushback && drawn != 1 {
 			t.Fatalf("the backoff was drawn %d times", drawn)
@@ -793,7 +801,7 @@ func TestRetryInfoOnTheWire(t *testing.T) {
 		{"beside another", codes.Unavailable, []proto.Message{text, info(time.Second)}, 2, time.Second + backoff, DelayRetryInfo, ReasonAttemptsExhausted},
 		{"negative", codes.Unavailable, []proto.Message{info(-time.Hour)}, 2, backoff, DelayBackoff, ReasonAttemptsExhausted},
 		{"without a delay", codes.Unavailable, []proto.Message{&errdetails.RetryInfo{}}, 2, backoff, DelayBackoff, ReasonAttemptsExhausted},
-		{"of ten thousand years", codes.Unavailable, []proto.Message{&errdetails.RetryInfo{RetryDelay: &durationpb.Duration{Seconds: 315_576_000_000}}}, 1, 0, DelayBackoff, ReasonPushbackStop},
+		{"of ten thousand years", codes.Unavailable, []proto.Message{&errdetails.RetryInfo{RetryDelay: &durationpb.Duration{Seconds: 315_576_000_000}}}, 1, 0, DelayRetryInfo, ReasonPushbackStop},
 		{"invalid nanos", codes.Unavailable, []proto.Message{&errdetails.RetryInfo{RetryDelay: &durationpb.Duration{Seconds: 1, Nanos: -1}}}, 2, time.Second - 1 + backoff, DelayRetryInfo, ReasonAttemptsExhausted},
 		{"of 0 after overload", codes.ResourceExhausted, []proto.Message{info(0)}, 2, time.Second + backoff, DelayBackoff, ReasonAttemptsExhausted},
 		{"quota without any", codes.ResourceExhausted, nil, 1, 0, DelayBackoff, ReasonNotRetryable},

@@ -45,10 +45,14 @@ type Attempt struct {
 	// Reason says why the attempt was or was not followed by another;
 	// ReasonNone while that is still undecided (in RetryIf and Backoff.Func).
 	Reason Reason
-	// Delay is the wait before the next attempt; 0 if none follows. With
-	// ReasonDryRun it is the wait that would have been.
+	// Delay is the wait before the next attempt. Where none follows it is with
+	// ReasonDryRun the wait that would have been, with ReasonDeadline the one that
+	// did not fit into Remaining, and where the server asked for a wait above
+	// Backoff.MaxHint, with ReasonPushbackStop or ReasonHedgeFailed, that one; 0 if
+	// there was none.
 	Delay time.Duration
-	// DelaySource says who set Delay; DelayBackoff if none follows.
+	// DelaySource says who set Delay. Where that is 0 because the server asked
+	// for no other attempt at all, it is DelayPushback; otherwise DelayBackoff.
 	DelaySource DelaySource
 	// Inner are, of work that [Retrier.Do] runs, the calls made through a
 	// Retrier with the attempt's context that failed or needed more than one
@@ -120,7 +124,11 @@ func (e *Error) Error() string {
 	if e.cut != nil {
 		return fmt.Sprintf("%v (grpcretry: %v after %d %s, the last: %v)", e.st.Err(), e.Reason, e.Made(), attempts, e.last)
 	}
-	return fmt.Sprintf("%v (grpcretry: %v after %d %s)", e.last, e.Reason, e.Made(), attempts)
+	wait := ""
+	if n := len(e.Attempts); n > 0 && e.Reason == ReasonPushbackStop && e.Attempts[n-1].Delay > 0 {
+		wait = fmt.Sprintf(", the server asked for a wait of %v", e.Attempts[n-1].Delay)
+	}
+	return fmt.Sprintf("%v (grpcretry: %v after %d %s%s)", e.last, e.Reason, e.Made(), attempts, wait)
 }
 
 // Unwrap gives the error of the last attempt.

@@ -42,6 +42,8 @@ func TestErrorOfACall(t *testing.T) {
 	down := testsrv.Step{Code: codes.Unavailable, Message: "backend down", Details: []proto.Message{detail}}
 	pushed := down
 	pushed.Trailer = metadata.Pairs("grpc-retry-pushback-ms", "-1")
+	later := down
+	later.Trailer = metadata.Pairs("grpc-retry-pushback-ms", "300000")
 	for _, tt := range []struct {
 		name     string
 		step     testsrv.Step
@@ -59,6 +61,8 @@ func TestErrorOfACall(t *testing.T) {
 			text: "rpc error: code = Unavailable desc = backend down (grpcretry: deadline after 1 attempt)"},
 		{name: "pushback", step: pushed, sentinel: "ErrPushbackStop",
 			text: "rpc error: code = Unavailable desc = backend down (grpcretry: pushback_stop after 1 attempt)"},
+		{name: "pushback too long", step: later, sentinel: "ErrPushbackStop",
+			text: "rpc error: code = Unavailable desc = backend down (grpcretry: pushback_stop after 1 attempt, the server asked for a wait of 5m0s)"},
 		{name: "never to be retried", step: down, policy: Policy{MaxAttempts: 1},
 			text: "rpc error: code = Unavailable desc = backend down"},
 		{name: "not retryable", step: down, policy: Policy{Codes: Codes(codes.Aborted)},

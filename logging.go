@@ -110,15 +110,19 @@ func (r *Retrier) logGivenUp(c *call, err error) {
 	if !ok {
 		return
 	}
-	r.log().LogAttrs(c.ctx, slog.LevelWarn, "grpcretry: call given up",
+	a := c.last()
+	attrs := []slog.Attr{
 		slog.String("method", c.method.name),
 		slog.String("target", c.target.name),
-		slog.String("reason", c.last().Reason.String()),
+		slog.String("reason", a.Reason.String()),
 		slog.String("code", codeName(statusOf(err).Code())),
 		slog.Int("attempts", c.made),
 		slog.Duration("duration", wall.Sub(c.started.time(wall))),
-		slog.Int64("suppressed", suppressed),
-	)
+	}
+	if a.Delay > 0 { // that did not fit, or was too long
+		attrs = append(attrs, slog.Duration("delay", a.Delay), slog.String("delay_source", a.DelaySource.String()))
+	}
+	r.log().LogAttrs(c.ctx, slog.LevelWarn, "grpcretry: call given up", append(attrs, slog.Int64("suppressed", suppressed))...)
 }
 
 // logSwallowed tells, once per target, that an interceptor further in keeps our

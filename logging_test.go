@@ -242,12 +242,13 @@ func TestLogGivenUpReasons(t *testing.T) {
 		policy Policy
 		empty  bool // the budget
 		cancel time.Duration
-		want   string // the line's reason and code; "": no line
+		want   string // the line's reason and code, and the wait that was not made; "": no line
 	}{
 		{name: "attempts", script: one, want: "attempts_exhausted UNAVAILABLE"},
 		{name: "budget", script: one, empty: true, want: "budget_exhausted UNAVAILABLE"},
-		{name: "deadline", script: one, policy: Policy{Timeout: 1}, want: "deadline UNAVAILABLE"},
+		{name: "deadline", script: one, policy: Policy{Timeout: 1, Backoff: Backoff{Jitter: NoJitter}}, want: "deadline UNAVAILABLE 5e+07 backoff"},
 		{name: "pushback", script: testsrv.Sequence{{Code: codes.Unavailable, Trailer: metadata.Pairs("grpc-retry-pushback-ms", "-1")}}, want: "pushback_stop UNAVAILABLE"},
+		{name: "pushback too long", script: testsrv.Sequence{{Code: codes.Unavailable, Trailer: metadata.Pairs("grpc-retry-pushback-ms", "300000")}}, want: "pushback_stop UNAVAILABLE 3e+11 pushback"},
 		{name: "cut wait", script: one, policy: Policy{Backoff: Backoff{Base: time.Minute, Jitter: NoJitter}}, cancel: time.Second, want: "parent_done CANCELLED"},
 		{name: "cut second attempt", script: one.Then(testsrv.Step{Block: true}), policy: Policy{Backoff: Backoff{Base: 1, Max: 1}}, cancel: time.Second, want: "parent_done CANCELLED"},
 		{name: "cut first attempt", script: testsrv.Sequence{{Block: true}}, cancel: time.Second},
@@ -273,6 +274,9 @@ func TestLogGivenUpReasons(t *testing.T) {
 				got := ""
 				for _, l := range book.lines(t) {
 					got += fmt.Sprintf("%v %v", l["reason"], l["code"])
+					if l["delay"] != nil {
+						got += fmt.Sprintf(" %v %v", l["delay"], l["delay_source"])
+					}
 				}
 				if got != tt.want {
 					t.Errorf("logged %q, want %q\n%s", got, tt.want, book.text())

@@ -230,10 +230,14 @@ func appendAttempt(attrs []attribute.KeyValue, c *call, a *Attempt, last bool) [
 	if a.Code != codes.OK {
 		attrs = append(attrs, keyErrorType.String(codeName(a.Code)), keySent.String(a.Evidence.String()))
 	}
-	if a.Reason == ReasonRetry || a.Reason == ReasonResume || a.Reason == ReasonDryRun {
-		attrs = append(attrs, keyDelay.Float64(a.Delay.Seconds()), keyDelaySource.String(a.DelaySource.String()))
+	waits := a.Reason == ReasonRetry || a.Reason == ReasonResume || a.Reason == ReasonDryRun
+	if waits || a.Delay > 0 {
+		attrs = append(attrs, keyDelay.Float64(a.Delay.Seconds()))
 	}
-	if a.Reason == ReasonRetry || a.Reason == ReasonResume || a.Reason == ReasonDryRun || a.Reason == ReasonBudgetExhausted {
+	if waits || a.Delay > 0 || a.DelaySource != DelayBackoff {
+		attrs = append(attrs, keyDelaySource.String(a.DelaySource.String()))
+	}
+	if waits || a.Reason == ReasonBudgetExhausted {
 		attrs = append(attrs, keyBalance.Float64(c.balance))
 	}
 	if a.Reason == ReasonCommitted || c.committed.unreplayable() {

@@ -130,7 +130,24 @@ func checkCallEvents(t testing.TB, events []event) {
 		follows := aside || decision == "retry" || decision == "resume"
 		needs(true, "grpcretry.attempt.number", "rpc.response.status_code", "grpcretry.attempt.decision", "grpcretry.attempt.duration", "rpc.method")
 		needs(failed, "error.type", "grpcretry.attempt.sent")
-		needs(waits, "grpcretry.retry.delay", "grpcretry.retry.delay_source")
+		_, delays := e["grpcretry.retry.delay"]
+		switch left, _ := e["grpcretry.deadline.remaining"].(float64); {
+		case waits:
+			needs(true, "grpcretry.retry.delay", "grpcretry.retry.delay_source")
+		case decision == "deadline": // the wait that does not fit; where nothing is left there may have been none
+			needs(delays || left > 0, "grpcretry.retry.delay", "grpcretry.retry.delay_source")
+			if delay, _ := e["grpcretry.retry.delay"].(float64); delay < left {
+				fault("the wait would have fitted")
+			}
+		case decision == "pushback_stop" && !hedged, decision == "hedge_failed" && delays: // the server asked for too long a wait, or for no retry at all
+			needs(true, "grpcretry.retry.delay_source")
+			if e["grpcretry.retry.delay_source"] == "backoff" || !delays && e["grpcretry.retry.delay_source"] != "pushback" {
+				fault("not what the server asked for")
+			}
+		case decision == "pushback_stop", decision == "hedge_failed": // another attempt may be the one that was told
+		default:
+			needs(false, "grpcretry.retry.delay", "grpcretry.retry.delay_source")
+		}
 		needs(waits || decision == "budget_exhausted", "grpcretry.budget.balance")
 		needs(last, "grpcretry.attempt.max")
 		if decision == "committed" {
@@ -247,10 +264,22 @@ func TestEventsOfEveryReason(t *testing.T) {
 		})}},
 		"disabled":           {steps: testsrv.Sequence{unavailable}, call: []grpc.CallOption{WithoutRetry()}, want: []event{with(final, event{"grpcretry.attempt.decision": "disabled"})}},
 		"disabled by policy": {steps: testsrv.Sequence{unavailable}, policy: attemptsOf(1), want: []event{with(final, event{"grpcretry.attempt.decision": "disabled", "grpcretry.attempt.max": int64(1)})}},
-		"pushback stop":      {steps: testsrv.Sequence{{Code: codes.Unavailable, Trailer: pushbackOf("-1")}}, want: []event{with(final, event{"grpcretry.attempt.decision": "pushback_stop"})}},
-		"RetryIf stop":       {steps: testsrv.Sequence{unavailable}, policy: func(p *Policy) { p.RetryIf = func(Attempt) Verdict { return VerdictStop } }, want: []event{with(final, event{"grpcretry.attempt.decision": "retry_if_stop"})}},
-		"not retryable":      {steps: testsrv.Sequence{{Code: codes.NotFound, Message: secret}}, want: []event{with(final, event{"rpc.response.status_code": "NOT_FOUND", "error.type": "NOT_FOUND", "grpcretry.attempt.decision": "not_retryable"})}},
-		"not idempotent":     {method: write, steps: testsrv.Sequence{unavailable}, want: []event{with(final, event{"rpc.method": "testsrv.v1.TestService/Write", "grpcretry.attempt.decision": "not_idempotent", "grpcretry.idempotency": "unknown"})}},
+		"pushback stop": {steps: testsrv.Sequence{{Code: codes.Unavailable, Trailer: pushbackOf("-1")}}, want: []event{with(final, event{
+			"grpcretry.attempt.decision": "pushback_stop", "grpcretry.retry.delay_source": "pushback",
+		})}},
+		"pushback stop, malformed": {steps: testsrv.Sequence{{Code: codes.Unavailable, Trailer: pushbackOf("soon")}}, want: []event{with(final, event{
+			"grpcretry.attempt.decision": "pushback_stop", "grpcretry.retry.delay_source": "pushback",
+		})}},
+		"pushback too long": {steps: testsrv.Sequence{{Code: codes.Unavailable, Trailer: pushbackOf("60001")}}, want: []event{with(final, event{
+			"grpcretry.attempt.decision": "pushback_stop", "grpcretry.retry.delay": 60.001, "grpcretry.retry.delay_source": "pushback",
+		})}},
+		"RetryInfo too long": {steps: testsrv.Sequence{{Code: codes.ResourceExhausted, Details: retryAfter(5 * time.Minute)}}, want: []event{with(final, event{
+			"rpc.response.status_code": "RESOURCE_EXHAUSTED", "error.type": "RESOURCE_EXHAUSTED",
+			"grpcretry.attempt.decision": "pushback_stop", "grpcretry.retry.delay": 300.0, "grpcretry.retry.delay_source": "retry_info",
+		})}},
+		"RetryIf stop":   {steps: testsrv.Sequence{unavailable}, policy: func(p *Policy) { p.RetryIf = func(Attempt) Verdict { return VerdictStop } }, want: []event{with(final, event{"grpcretry.attempt.decision": "retry_if_stop"})}},
+		"not retryable":  {steps: testsrv.Sequence{{Code: codes.NotFound, Message: secret}}, want: []event{with(final, event{"rpc.response.status_code": "NOT_FOUND", "error.type": "NOT_FOUND", "grpcretry.attempt.decision": "not_retryable"})}},
+		"not idempotent": {method: write, steps: testsrv.Sequence{unavailable}, want: []event{with(final, event{"rpc.method": "testsrv.v1.TestService/Write", "grpcretry.attempt.decision": "not_idempotent", "grpcretry.idempotency": "unknown"})}},
 		"not idempotent, told": {method: write, steps: testsrv.Sequence{unavailable}, options: []Option{WithMethodPolicy(write, Policy{Idempotency: NotIdempotent})}, want: []event{with(final, event{
 			"rpc.method": "testsrv.v1.TestService/Write", "grpcretry.attempt.decision": "not_idempotent", "grpcretry.idempotency": "not_idempotent", "grpcretry.policy.source": "method",
 		})}},
@@ -264,9 +293,19 @@ func TestEventsOfEveryReason(t *testing.T) {
 			with(retried, event{"rpc.method": "testsrv.v1.TestService/Write", "grpcretry.attempt.sent": "unsent", "network.peer.address": nil, "grpcretry.budget.balance": 1.0}),
 			with(final, event{"rpc.method": "testsrv.v1.TestService/Write", "grpcretry.attempt.sent": "unsent", "network.peer.address": nil, "grpcretry.idempotency": "unknown", "grpcretry.attempt.number": int64(2), "grpcretry.attempt.decision": "attempts_exhausted", "grpcretry.attempt.max": int64(2)}),
 		}},
-		"deadline": {steps: testsrv.Sequence{unavailable}, policy: func(p *Policy) { p.Timeout = 5 * ms }, want: []event{with(final, event{"grpcretry.attempt.decision": "deadline", "grpcretry.deadline.remaining": 0.005})}},
+		"deadline": {steps: testsrv.Sequence{unavailable}, policy: func(p *Policy) { p.Timeout = 5 * ms }, want: []event{with(final, event{
+			"grpcretry.attempt.decision": "deadline", "grpcretry.deadline.remaining": 0.005, "grpcretry.retry.delay": 0.01, "grpcretry.retry.delay_source": "backoff",
+		})}},
+		"deadline, by the server's hint": {steps: testsrv.Sequence{{Code: codes.Unavailable, Trailer: pushbackOf("500")}}, parent: 300 * ms, want: []event{with(final, event{
+			"grpcretry.attempt.decision": "deadline", "grpcretry.deadline.remaining": 0.3, "grpcretry.retry.delay": 0.5, "grpcretry.retry.delay_source": "pushback",
+		})}},
+		"deadline in the attempt": {steps: testsrv.Sequence{{Block: true}}, policy: func(p *Policy) { p.Timeout = 250 * ms }, want: []event{with(final, event{
+			"rpc.response.status_code": "DEADLINE_EXCEEDED", "error.type": "DEADLINE_EXCEEDED", "grpcretry.attempt.decision": "deadline",
+			"grpcretry.attempt.duration": 0.25, "grpcretry.attempt.sent": "ambiguous", "grpcretry.deadline.remaining": 0.0,
+		})}},
 		"deadline of a service": {steps: testsrv.Sequence{unavailable}, options: []Option{WithMethodPolicy("testsrv.v1.TestService/*", Policy{Timeout: ms, Backoff: Backoff{Base: time.Second, Jitter: NoJitter}})}, want: []event{with(final, event{
 			"grpcretry.attempt.decision": "deadline", "grpcretry.deadline.remaining": 0.001, "grpcretry.policy.source": "service",
+			"grpcretry.retry.delay": 1.0, "grpcretry.retry.delay_source": "backoff",
 		})}},
 		"dry run":          {steps: testsrv.Sequence{unavailable}, options: []Option{WithDryRun()}, want: []event{with(final, event{"grpcretry.attempt.decision": "dry_run", "grpcretry.retry.delay": 0.01, "grpcretry.retry.delay_source": "backoff", "grpcretry.budget.balance": 1.0})}},
 		"inbound retry":    {steps: testsrv.Sequence{unavailable}, inbound: true, want: []event{with(final, event{"grpcretry.attempt.decision": "inbound_retry"})}},

@@ -151,40 +151,74 @@ func (t *tree) decisionWords(a attempt) string {
 		case "dry_run":
 			what = "retries are only shown: another attempt would have followed"
 		}
-		switch {
-		case a.delay < 0:
+		if a.delay < 0 {
 			return what
-		case a.delaySource == "":
-			return fmt.Sprintf("%s in %s", what, short(seconds(a.delay)))
 		}
-		return fmt.Sprintf("%s in %s (%s)", what, short(seconds(a.delay)), delayWords(a.delaySource))
+		return what + " in " + a.wait()
 	case "attempts_exhausted":
 		if a.most > 0 {
 			return fmt.Sprintf("the policy allows %d attempts", a.most)
 		}
 		return "the policy allows no more attempts"
 	case "deadline":
-		switch {
-		case t.HideDurations || a.remaining < 0:
-			return "the wait does not fit what is left of the deadline"
-		case a.remaining == 0:
-			return "the call's time is up"
+		wait, left := "the wait", "what is"
+		if a.delay >= 0 {
+			wait = "a wait of " + a.wait()
 		}
-		return fmt.Sprintf("the wait does not fit the %s left of the deadline", short(seconds(a.remaining)))
+		switch {
+		case a.remaining == 0 && a.delay < 0:
+			return "the call's time is up"
+		case a.remaining == 0:
+			return "the call's time is up, without " + wait
+		case a.remaining > 0 && !t.HideDurations:
+			left = "the " + short(seconds(a.remaining))
+		}
+		return wait + " does not fit " + left + " left of the deadline"
+	case "pushback_stop":
+		if words := a.refusal(); words != "" {
+			return words
+		}
+		return "another attempt of the call was asked for no retry"
+	case "hedge_failed":
+		words := "other attempts of the call go on"
+		if refusal := a.refusal(); refusal != "" {
+			words += "; " + refusal
+		}
+		return words
 	}
 	return reasonWords[a.decision]
+}
+
+// refusal says by what the server kept other attempts away, if it did.
+func (a attempt) refusal() string {
+	switch {
+	case a.delay >= 0 && a.delaySource == "retry_info":
+		return "the server asked by RetryInfo for a wait of " + short(seconds(a.delay)) + ", longer than the policy's MaxHint"
+	case a.delay >= 0:
+		return "the server asked by pushback for a wait of " + short(seconds(a.delay)) + ", longer than the policy's MaxHint"
+	case a.delaySource != "":
+		return "the server asked for no retry"
+	}
+	return ""
+}
+
+// wait is the delay, and who set it.
+func (a attempt) wait() string {
+	text := short(seconds(a.delay))
+	if a.delaySource != "" {
+		text += " (" + delayWords(a.delaySource) + ")"
+	}
+	return text
 }
 
 // reasonWords are the words for decisions that need no numbers.
 var reasonWords = map[string]string{
 	"hedge_lost":       "another attempt decided the call before this one",
-	"hedge_failed":     "other attempts of the call go on",
 	"parent_done":      "the caller's context ended",
 	"closed":           "the connection was closed on this side",
 	"disabled":         "retries are switched off for this call or method",
 	"inbound_retry":    "the call serves a request that is itself a retry",
 	"committed":        "the caller already has a part of the answer",
-	"pushback_stop":    "the server asked for no retry, or for a longer wait than the policy allows",
 	"permanent":        "the error is marked as permanent",
 	"retry_if_stop":    "the policy's RetryIf said stop",
 	"not_retryable":    "the policy does not retry this code",

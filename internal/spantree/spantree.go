@@ -166,6 +166,11 @@ func (t *tree) headline(s sdktrace.ReadOnlySpan) string {
 	case !t.HideDurations:
 		parts = append(parts, short(s.EndTime().Sub(s.StartTime())))
 	}
+	for _, a := range s.Attributes() {
+		if a.Key == "grpcretry.deadline.remaining" && !t.HideDurations {
+			parts = append(parts, "deadline after "+short(seconds(a.Value.AsFloat64())))
+		}
+	}
 	switch st := s.Status(); st.Code {
 	case otelcodes.Ok:
 		parts = append(parts, t.paint(green, "ok"))

@@ -90,12 +90,24 @@ func every() []tracetest.SpanStub {
 		switch decision {
 		case "budget_exhausted":
 			more = append(more, "grpcretry.budget.balance", 0.06)
+		case "deadline":
+			more = append(more, "grpcretry.retry.delay", 0.5, "grpcretry.retry.delay_source", "pushback")
+		case "pushback_stop":
+			more = append(more, "grpcretry.retry.delay_source", "pushback")
 		case "retry", "resume", "dry_run":
 			more = append(more, "grpcretry.retry.delay", 1.5, "grpcretry.retry.delay_source", "retry_info", "grpcretry.budget.balance", 1.0)
 		}
 		add(decision, event(5, base(4, "UNAVAILABLE", decision, more...)...))
 	}
 	add("no time left", event(5, base(1, "DEADLINE_EXCEEDED", "deadline", "grpcretry.deadline.remaining", 0.0)...))
+	add("nothing left to wait in", event(5, base(1, "UNAVAILABLE", "deadline", "grpcretry.deadline.remaining", 0.0,
+		"grpcretry.retry.delay", 0.05, "grpcretry.retry.delay_source", "backoff")...))
+	for _, decision := range []string{"pushback_stop", "hedge_failed"} {
+		add("asked for too long a wait", event(5, base(1, "UNAVAILABLE", decision, "grpcretry.retry.delay", 300.0, "grpcretry.retry.delay_source", "retry_info")...))
+		add("and by pushback", event(5, base(1, "UNAVAILABLE", decision, "grpcretry.retry.delay", 60.001, "grpcretry.retry.delay_source", "pushback")...))
+	}
+	add("asked for no retry, others run", event(5, base(1, "UNAVAILABLE", "hedge_failed", "grpcretry.retry.delay_source", "pushback")...))
+	add("another attempt was asked", event(5, base(2, "UNAVAILABLE", "pushback_stop")...))
 	add("long call", event(5, base(40, "UNAVAILABLE", "attempts_exhausted", "grpcretry.attempt.dropped", 8)...))
 	add("refused", event(5, base(1, "UNAVAILABLE", "retry", "grpcretry.attempt.sent", "refused")...))
 	add("new attributes", event(5, base(1, "ABORTED", "retry", "grpcretry.attempt.sent", "later", "grpcretry.retry.delay", 1e300,
@@ -112,6 +124,8 @@ func nested() []tracetest.SpanStub {
 	failed.SpanKind, failed.Status = trace.SpanKindClient, sdktrace.Status{Code: otelcodes.Error, Description: "Unavailable"}
 	good := span("shop.v1.Orders/Get", 4, 2, 266, 269)
 	good.SpanKind = trace.SpanKindClient
+	served := span("shop.v1.Orders/Get", 8, 4, 267, 268)
+	served.SpanKind, served.Attributes = trace.SpanKindServer, []attribute.KeyValue{attribute.Int("grpcretry.attempt.number", 3), attribute.Float64("grpcretry.deadline.remaining", 0.7335)}
 	checkout := span("checkout", 1, 0, 0, 1290, sdktrace.Event{Name: "cart loaded", Time: at(1),
 		Attributes: []attribute.KeyValue{attribute.Int("items", 3), attribute.String("who", "\x1b[2Jme")}})
 	checkout.Status = sdktrace.Status{Code: otelcodes.Ok}
@@ -123,7 +137,7 @@ func nested() []tracetest.SpanStub {
 	elsewhere := span("a job whose parent is in another process", 6, 99, 5, 6)
 	running := span("still running", 7, 1, 400, 0)
 	running.EndTime = time.Time{}
-	return []tracetest.SpanStub{failed, good, span("load order", 2, 1, 10, 271, retried...), two, running, checkout, elsewhere}
+	return []tracetest.SpanStub{failed, served, good, span("load order", 2, 1, 10, 271, retried...), two, running, checkout, elsewhere}
 }
 
 // ring is what only stubs made by hand can be: spans that are each other's
