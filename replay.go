@@ -164,7 +164,7 @@ func (s *clientStream) sendLogged(m any) error {
 		if a == nil {
 			return err
 		}
-		err = a.inner.SendMsg(m)
+		err = s.send(a, m)
 		if err != nil && !isEOF(err) {
 			s.abort(a, err)
 			return err
@@ -198,6 +198,7 @@ func (s *clientStream) turn(p *parcel) (*attempt, error) {
 			if s.committed == "" {
 				s.log.keep(p)
 			}
+			a.sending = true
 			return a, nil
 		case !s.settling && a.broken && s.committed != "":
 			return nil, io.EOF
@@ -211,6 +212,18 @@ func (s *clientStream) turn(p *parcel) (*attempt, error) {
 			s.cond.Wait()
 		}
 	}
+}
+
+// send sends m to a. Who settles a waits for it, to know whether a ended by a
+// fault on this side.
+func (s *clientStream) send(a *attempt, m any) (err error) {
+	defer func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		a.sending, a.aborted = false, err != nil && !isEOF(err)
+		s.cond.Broadcast()
+	}()
+	return a.inner.SendMsg(m)
 }
 
 // sent takes note that the caller sent a message to a, or in vain. It reports

@@ -97,6 +97,8 @@ type attempt struct {
 	gone     bool        // grpc ended it though nobody was waiting for that,
 	err      error       // with this
 	timedOut string      // the timeout by which we ended it
+	sending  bool        // the caller is in its SendMsg,
+	aborted  bool        // which failed for a reason that lies on this side
 	waiting  int         // callers in RecvMsg and Header, counted if half applies
 	limit    *time.Timer // half, from the half-close
 	expired  bool        // limit ran out while nobody waited
@@ -484,6 +486,12 @@ func (s *clientStream) settle(a *attempt, err error) bool {
 	s.mu.Unlock()
 	s.deciding = true
 	a.end()
+	s.mu.Lock()
+	for a.sending { // grpc ends the attempt, and with it RecvMsg, before SendMsg tells of its fault
+		s.cond.Wait()
+	}
+	s.call.aborted = s.call.aborted || a.aborted
+	s.mu.Unlock()
 	s.look(a, err)
 	return s.decide(a, err)
 }

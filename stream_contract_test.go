@@ -567,3 +567,42 @@ func TestStreamOddInterceptors(t *testing.T) {
 		})
 	}
 }
+
+// A message that cannot be sent fails every attempt alike. Who retries the stream
+// because the code is one of the policy's, though another goroutine was told that
+// its SendMsg failed, makes attempts in vain, and tells two stories of one call.
+func TestMessageThatCannotBeSentBesideReceiver(t *testing.T) {
+	bad := &testpb.Request{Text: "\xff is no UTF-8"}
+	for _, method := range []string{syncUp, store} {
+		for name, first := range map[string]bool{"as the first message": true, "after others": false} {
+			t.Run(method+" "+name, func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					r := newRetrier(t, WithDefaultPolicy(Policy{Codes: Codes(codes.Internal, codes.Unavailable), Backoff: Backoff{Base: ms, Jitter: NoJitter}}))
+					srv, cc := serveStreams(t, r, testsrv.Script{method: testsrv.Sequence{{NoEcho: true}}})
+					ctx, events := traced(t, t.Context())
+					stream, err := cc.NewStream(ctx, streamDesc(method), method)
+					if err != nil {
+						t.Fatal(err)
+					}
+					received := make(chan error)
+					go func() { received <- stream.RecvMsg(new(testpb.Response)) }()
+					synctest.Wait()
+					if !first {
+						if err := stream.SendMsg(&testpb.Request{}); err != nil {
+							t.Fatal(err)
+						}
+					}
+					checkCode(t, stream.SendMsg(bad), codes.Internal)
+					if err := <-received; status.Code(err) == codes.OK {
+						t.Error("received an answer")
+					}
+					synctest.Wait()
+					checkDecisions(t, events(), "permanent")
+					if n := srv.Count(method); n != 1 || srv.Running() != 0 {
+						t.Errorf("%d attempts, %d run; want 1 and none", n, srv.Running())
+					}
+				})
+			})
+		}
+	}
+}
