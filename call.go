@@ -281,6 +281,7 @@ func (c *call) edit() error {
 	p := *c.policy
 	f := faults{where: "WithCallPolicy: "}
 	p.Idempotency = c.idempotency
+	hedge := p.Hedge
 	for _, o := range c.opts {
 		if o, ok := o.(callPolicyOption); ok {
 			if o.edit == nil {
@@ -290,7 +291,11 @@ func (c *call) edit() error {
 			o.edit(&p)
 		}
 	}
-	p.validate(&f)
+	checked := p
+	if p.Hedge == hedge && p.Idempotency == c.idempotency {
+		checked.Idempotency = Inherit // what was in force together stays so, without hedges
+	}
+	checked.validate(&f)
 	if err := f.err(); err != nil {
 		return status.Error(codes.Internal, err.Error())
 	}
@@ -500,7 +505,7 @@ func (c *call) facts(err error) facts {
 	deadline := earlier(c.parent, c.due)
 	f.policy, f.idempotency, f.attempts = c.policy, c.idempotency, c.counted
 	f.disabled, f.inbound = c.disabled || c.policy.MaxAttempts == 1, c.inbound
-	f.hedging, f.others, f.stopped = c.hedging && !f.committed, c.others, c.unhedged == ReasonPushbackStop
+	f.hedging, f.others, f.stopped = c.hedging && c.policy.hedges() && !f.committed, c.others, c.unhedged == ReasonPushbackStop
 	f.timeUp = passed(c.due, wall)
 	f.hasDeadline, f.remaining = !deadline.IsZero(), left(deadline, wall)
 	start := c.begun.time(wall)

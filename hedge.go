@@ -103,12 +103,8 @@ func (r *race) run(ctx context.Context, opts []grpc.CallOption, first *entrant) 
 		}
 		r.take(e)
 		r.check(e)
-		if e.err == nil || len(r.running) == 0 {
+		if e.err == nil || len(r.running) == 0 || r.over(e) {
 			return r.decided(e)
-		}
-		if c.ctx.Err() != nil { // unless one of the others has an answer already
-			r.lost = append(r.lost, e)
-			continue
 		}
 		r.examine(e)
 		c.others = true
@@ -161,6 +157,14 @@ func (r *race) arm(d time.Duration) {
 	r.next = hedgeLater
 }
 
+// over reports whether the call's time was up when e ended, so that the others
+// end too, or have an answer already.
+func (r *race) over(e *entrant) bool {
+	return r.call.ctx.Err() != nil || passed(r.deadline(), e.ended)
+}
+
+func (r *race) deadline() time.Time { return earlier(r.call.parent, r.call.due) }
+
 // wait gives the next attempt that ended, or nil when a hedge is due.
 func (r *race) wait() *entrant {
 	var due <-chan time.Time
@@ -195,9 +199,10 @@ func (r *race) left(e *entrant) *entrant {
 func (r *race) hedge() {
 	c := r.call
 	r.next = hedgeNever
-	deadline := earlier(c.parent, c.due)
 	switch {
-	case c.counted >= c.policy.most() || c.ctx.Err() != nil || !deadline.IsZero() && passed(deadline, time.Now()):
+	case !c.policy.hedges(): // not any more: the ClientConn's service config says so
+		return
+	case c.counted >= c.policy.most() || c.ctx.Err() != nil || passed(r.deadline(), time.Now()):
 		return
 	case c.unhedged != ReasonNone:
 		return
@@ -239,7 +244,7 @@ func (r *race) decided(e *entrant) *entrant {
 	c := r.call
 	r.decider = e
 	r.lost = append(r.lost, r.cancel()...)
-	if e.err != nil && !e.judged { // the caller's context ended, but perhaps there is an answer
+	if e.err != nil && !e.judged { // the time is up, but perhaps there is an answer
 		if i := slices.IndexFunc(r.lost, func(o *entrant) bool { return o.returned && o.err == nil }); i >= 0 {
 			e, r.lost[i] = r.lost[i], e
 			r.decider = e
@@ -284,6 +289,7 @@ func (r *race) lose(e *entrant) {
 	r.examine(e)
 	c.stopTimer()
 	c.settle(false)
+	c.turnAway()
 	c.facts(e.err)
 	c.tell(decision{reason: ReasonHedgeLost})
 }
@@ -303,11 +309,19 @@ func (r *race) close() {
 	}
 	c := r.call
 	at, place := c.current, c.place
-	c.consulted = true // whatever is called from here on might panic once more
+	defer func() { c.current, c.place = at, place }()
 	for _, e := range r.lost {
 		r.take(e)
 		c.stopTimer()
 		c.settle(false)
+		if e.current = c.current; e.number == at.number {
+			at = e.current
+		}
+	}
+	c.consulted = true
+	for _, e := range r.lost { // whatever is called here might panic once more
+		r.take(e)
+		c.turnAway()
 		if !c.judged {
 			c.facts(e.err)
 		}
@@ -315,14 +329,16 @@ func (r *race) close() {
 		c.pending = true
 		c.emit(false)
 	}
-	c.current, c.place = at, place
 }
 
 // hedgeDelay is how long after an attempt the next one starts; false: never for
 // the time alone.
 func (c *call) hedgeDelay() (time.Duration, bool) {
 	h := &c.policy.Hedge
-	if h.Quantile == 0 {
+	switch {
+	case !c.policy.hedges():
+		return 0, false
+	case h.Quantile == 0:
 		return h.Delay, true
 	}
 	known := c.method.latencies()
@@ -365,9 +381,18 @@ func (r *race) measure(e *entrant) {
 	}
 }
 
-// hedged makes the attempts of a unary call overlap.
+// hedged makes the attempts of a unary call overlap, if each can have a reply of
+// its own.
 func (c *call) hedged(reply any, invoke func(ctx context.Context, reply any, opts []grpc.CallOption) error) func(context.Context, []grpc.CallOption) error {
+	blank := blankOf(reply)
 	return func(ctx context.Context, opts []grpc.CallOption) error {
+		switch {
+		case !c.hedging:
+			reset(reply, blank)
+			return invoke(ctx, reply, opts)
+		case c.made == 1 && !c.canOwn(reply):
+			return invoke(ctx, reply, opts)
+		}
 		r := race{
 			call:  c,
 			begin: func(*entrant) (context.Context, []grpc.CallOption) { return c.start() },

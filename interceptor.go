@@ -110,7 +110,7 @@ func (r *Retrier) unary(ctx context.Context, fullMethod string, req, reply any, 
 		return invoker(ctx, fullMethod, req, reply, cc, opts...)
 	}
 	c.request = req
-	if c.hedging && c.canOwn(reply) {
+	if c.hedging {
 		return c.run(c.hedged(reply, func(ctx context.Context, reply any, opts []grpc.CallOption) error {
 			return invoker(ctx, fullMethod, req, reply, cc, opts...)
 		}))

@@ -137,6 +137,7 @@ type callTrace struct {
 	own       trace.Span // the call's, until it has ended
 	sink      EventSink
 	recording bool
+	events    int // so far
 }
 
 // traces reports whether a call with ctx may leave a span or events.
@@ -199,9 +200,10 @@ var eventBuffers = sync.Pool{New: func() any { return new(eventBuffer) }}
 // call with many attempts only the first 31 and the last leave one, because a
 // span keeps a limited number of events and evicts the oldest.
 func (t *callTrace) attempt(c *call, a *Attempt, last bool) {
-	if !last && a.Number >= maxAttemptsKept || c.r.eventsOnlyOnRetry && last && c.made == 1 {
+	if !last && t.events >= maxAttemptsKept-1 || c.r.eventsOnlyOnRetry && last && c.made == 1 {
 		return
 	}
+	t.events++
 	b, _ := eventBuffers.Get().(*eventBuffer)
 	attrs := appendAttempt(b.attrs[:0], c, a, last)
 	if at := a.Start.Add(a.Duration); t.sink != nil {
