@@ -23,13 +23,19 @@ func (s *clientStream) hedgeable() bool {
 // caller holds the role.
 func (s *clientStream) mayRace(m any) bool {
 	s.mu.Lock()
-	defer s.mu.Unlock()
+	may := s.hedgeable()
+	s.mu.Unlock()
 	c := &s.call
-	if !s.hedgeable() || c.resume != nil && c.resume.acceptsMessage(m) != nil {
+	if !may || c.resume != nil && c.resume.acceptsMessage(m) != nil {
 		return false
 	}
-	s.hedged = c.canOwn(m)
-	return s.hedged
+	if c.canOwn(m) {
+		return true
+	}
+	s.mu.Lock()
+	s.hedged = false
+	s.mu.Unlock()
+	return false
 }
 
 // race is receive with other attempts beside the present one. The one that
@@ -59,14 +65,15 @@ func (s *clientStream) race(m any) (*attempt, error) {
 		examine: s.examineBeside,
 	}
 	e := r.run(s.cur.ctx, nil, &entrant{stream: s.cur})
-	s.deciding = false
 	s.call.ended = time.Time{} // if it delivers, it has not ended
-	if m != nil && e.err == nil && !e.empty {
+	goesOn := e.err == nil && !e.empty
+	if goesOn && m != nil {
 		handReply(m, e.reply)
 	}
+	s.deciding = false
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.racing = false
+	s.racing, s.settling = false, !goesOn
 	s.cur = nil
 	if e.stream.inner != nil {
 		s.cur, s.latest = e.stream, e.stream
@@ -127,7 +134,10 @@ func (s *clientStream) examineBeside(e *entrant) {
 	a := e.stream
 	a.end()
 	if e.err == nil && !e.empty {
-		for a.inner.RecvMsg(new(emptypb.Empty)) == nil { // until grpc has ended it
+		if e.reply == nil {
+			e.reply = new(emptypb.Empty)
+		}
+		for a.inner.RecvMsg(e.reply) == nil { // until grpc has ended it
 		}
 	}
 	s.look(a, e.err)

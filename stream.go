@@ -331,6 +331,9 @@ func (s *clientStream) Header() (metadata.MD, error) {
 
 		s.mu.Lock()
 		s.headers--
+		for s.racing { // which may have begun in the meantime, and end with another attempt
+			s.cond.Wait()
+		}
 		mine := s.cur == a && !s.settling
 		if mine && !s.over && md != nil {
 			s.commit(a, causeHeader)
@@ -351,13 +354,13 @@ func (s *clientStream) Header() (metadata.MD, error) {
 
 // endHeaderless sees to the end of a committed stream that Header found without
 // a header: grpc has ended it then, and its caller may never ask for more. It
-// reports whether the stream goes on with another attempt.
+// reports whether another attempt took its place, which may have ended too.
 func (s *clientStream) endHeaderless(a *attempt) bool {
 	s.enter()
 	defer s.leave()
 	p := s.call.dest.probe
 	if s.over || s.cur != a || !p.ended() {
-		return !s.over && s.cur != a
+		return s.cur != a
 	}
 	err := io.EOF
 	if failure := p.failure.Load(); failure != nil {
