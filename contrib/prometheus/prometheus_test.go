@@ -168,6 +168,8 @@ const (
 	write = testpb.TestService_Write_FullMethodName
 )
 
+var hedged = grpcretry.Policy{Idempotency: grpcretry.Idempotent, Hedge: grpcretry.Hedge{MaxAttempts: 3, Delay: 15 * time.Millisecond}}
+
 var short = grpcretry.Policy{Backoff: grpcretry.Backoff{Base: 10 * time.Millisecond, Jitter: grpcretry.NoJitter}}
 
 // every n-th attempt fails.
@@ -182,6 +184,14 @@ func every(n int) func(int) testsrv.Step {
 
 func fine(int) testsrv.Step { return testsrv.Step{} }
 
+// slowTail is slow to answer every twentieth attempt.
+func slowTail(nth int) testsrv.Step {
+	if nth%20 == 0 {
+		return testsrv.Step{Delay: 100 * time.Millisecond}
+	}
+	return testsrv.Step{Delay: 10 * time.Millisecond}
+}
+
 var situations = map[string]situation{
 	"healthy":        {calls: 60, method: get, reaction: fine, policy: short},
 	"sporadic":       {calls: 60, method: get, reaction: every(50), policy: short},
@@ -190,6 +200,7 @@ var situations = map[string]situation{
 	"no budget":      {calls: 20, method: get, reaction: every(1), policy: short, budget: grpcretry.Unlimited},
 	"short deadline": {calls: 60, method: get, reaction: every(10), policy: short, timeout: 8 * time.Millisecond},
 	"writes":         {calls: 60, method: write, reaction: every(30), policy: short},
+	"hedged":         {calls: 60, method: get, reaction: slowTail, policy: hedged},
 }
 
 // An alert that cannot fire, or that fires at every hiccup, is worse than none:
@@ -203,6 +214,7 @@ func TestAlerts(t *testing.T) {
 		"no budget":      {"GRPCRetryCallsGivenUp", "GRPCRetryManyRetries"},
 		"short deadline": {"GRPCRetryCallsGivenUp", "GRPCRetryDeadlineTooShort"},
 		"writes":         {"GRPCRetryNotIdempotent"},
+		"hedged":         nil,
 	}
 	fired, told := map[string]bool{}, map[string]bool{}
 	for name, s := range situations {
