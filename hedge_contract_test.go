@@ -2,8 +2,10 @@ package grpcretry
 
 import (
 	"context"
+	"math/rand/v2"
 	"runtime"
 	"strconv"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -402,4 +404,101 @@ func TestAnswerAtTheLastMoment(t *testing.T) {
 			})
 		})
 	}
+}
+
+// Whatever of the user's panics or ends its goroutine, at whatever moment, and
+// whatever becomes of the caller and the server meanwhile: each call must leave the
+// budget, each grant must end once, and nothing may go on.
+func TestHedgesAmongBrokenCallbacks(t *testing.T) {
+	const workers, calls = 20, 250
+	synctest.Test(t, func(t *testing.T) {
+		var mu sync.Mutex
+		rnd := rand.New(rand.NewPCG(3, 4))
+		draw := func(n int) int {
+			mu.Lock()
+			defer mu.Unlock()
+			return rnd.IntN(n)
+		}
+		var broke atomic.Int64
+		perhaps := func(of int) {
+			switch draw(2 * of) {
+			case 0:
+				broke.Add(1)
+				panic("on purpose")
+			case 1:
+				broke.Add(1)
+				runtime.Goexit()
+			}
+		}
+		policy := func(p *Policy) {
+			p.RetryIf = func(Attempt) Verdict { perhaps(50); return VerdictDefault }
+			p.Backoff = Backoff{Func: func(int, time.Duration, Attempt) time.Duration { perhaps(50); return ms }}
+			p.AttemptTimeout = 3 * ms
+		}
+		hooks := Hooks{
+			AttemptEnd:     func(context.Context, Attempt) { perhaps(100) },
+			RetryScheduled: func(context.Context, Attempt) { perhaps(100) },
+			CallEnd:        func(context.Context, Report, any, error) { perhaps(100) },
+		}
+		inner := func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoker grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+			perhaps(100)
+			err := invoker(ctx, method, req, reply, cc, opts...)
+			perhaps(100)
+			return err
+		}
+		r, l := keepsLedger(t, hedged(Hedge{MaxAttempts: 4, Delay: ms}, policy), WithHooks(hooks), WithEventSink(brokenSink{func(string) bool { perhaps(100); return false }}))
+		srv := testsrv.New(testsrv.Script{get: testsrv.Func(func(nth int, _ testsrv.Attempt) testsrv.Step {
+			switch nth % 7 {
+			case 0:
+				return testsrv.Step{Delay: ms, Code: codes.Unavailable}
+			case 1:
+				return testsrv.Step{Code: codes.Unavailable, Trailer: metadata.Pairs("grpc-retry-pushback-ms", "1")}
+			case 2:
+				return testsrv.Step{Block: true}
+			case 3:
+				return testsrv.Step{Code: codes.NotFound, Delay: 2 * ms}
+			}
+			return testsrv.Step{Delay: time.Duration(nth%3) * ms}
+		})})
+		defer srv.Close()
+		var wg sync.WaitGroup
+		for range workers {
+			wg.Go(func() {
+				var client testpb.TestServiceClient
+				for i := range calls {
+					if i%50 == 0 {
+						cc, err := srv.Dial(append(r.DialOptions(), grpc.WithChainUnaryInterceptor(inner))...)
+						if err != nil {
+							t.Error(err)
+							return
+						}
+						defer cc.Close()
+						client = testpb.NewTestServiceClient(cc)
+						if i > 0 { // under way
+							timer := time.AfterFunc(time.Duration(40+draw(20))*ms, func() { _ = cc.Close() })
+							defer timer.Stop()
+						}
+					}
+					done := make(chan struct{})
+					go func() {
+						defer close(done)
+						defer func() { _ = recover() }()
+						ctx, cancel := context.WithTimeout(t.Context(), time.Duration(1+draw(20))*ms)
+						defer cancel()
+						_, _ = client.Get(ctx, &testpb.Request{}, grpc.OnFinish(func(error) { perhaps(200) }))
+					}()
+					<-done
+				}
+			})
+		}
+		wg.Wait()
+		synctest.Wait()
+		l.check(t)
+		if n := srv.Running(); n != 0 {
+			t.Errorf("%d attempts still run on the server", n)
+		}
+		if broke.Load() < 100 || l.reserved.Load() < 1000 {
+			t.Errorf("%d callbacks broke and %d more attempts were granted, so nothing was shown", broke.Load(), l.reserved.Load())
+		}
+	})
 }

@@ -99,7 +99,7 @@ func (s *clientStream) openBeside(ctx context.Context, opts []grpc.CallOption, e
 	a.inner, e.opened = inner, true
 	for {
 		s.mu.Lock()
-		if a.next == len(s.log.entries) {
+		if a.next >= len(s.log.entries) {
 			a.closed, a.caughtUp = true, true
 			s.mu.Unlock()
 			_ = inner.CloseSend() // RecvMsg tells of a failure

@@ -393,3 +393,96 @@ func oneStreamOfThousands(t *testing.T, cc *grpc.ClientConn, rnd *rand.Rand, cou
 		}
 	}
 }
+
+// The same as of unary calls must hold for streams whose interceptors and hooks
+// break at any moment: nothing goes on, and nobody waits for ever.
+func TestHedgedStreamsAmongBrokenCallbacks(t *testing.T) {
+	const workers, calls = 20, 150
+	synctest.Test(t, func(t *testing.T) {
+		var broke atomic.Int64
+		perhaps := func(of int) {
+			switch rand.IntN(2 * of) {
+			case 0:
+				broke.Add(1)
+				panic("on purpose")
+			case 1:
+				broke.Add(1)
+				runtime.Goexit()
+			}
+		}
+		wrap := func(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, streamer grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
+			perhaps(100)
+			stream, err := streamer(ctx, desc, cc, method, opts...)
+			perhaps(100)
+			if err != nil {
+				return nil, err
+			}
+			return beforeRecv{stream, func() { perhaps(100) }}, nil
+		}
+		policy := func(p *Policy) {
+			p.RetryIf = func(Attempt) Verdict { perhaps(50); return VerdictDefault }
+			p.FirstResponseTimeout = 3 * ms
+		}
+		callers := func(ctx context.Context) { // and not a goroutine of grpc's
+			if ctx.Err() == nil {
+				perhaps(100)
+			}
+		}
+		hooks := Hooks{
+			AttemptEnd: func(ctx context.Context, _ Attempt) { callers(ctx) },
+			CallEnd:    func(ctx context.Context, _ Report, _ any, _ error) { callers(ctx) },
+		}
+		r, l := keepsLedger(t, hedged(Hedge{MaxAttempts: 4, Delay: ms}, policy), WithHooks(hooks))
+		srv, cc := serveStreams(t, r, testsrv.Script{list: testsrv.Func(func(nth int, _ testsrv.Attempt) testsrv.Step {
+			switch nth % 7 {
+			case 0:
+				return testsrv.Step{Delay: ms, Messages: -1, Code: codes.Unavailable}
+			case 1:
+				return testsrv.Step{Block: true}
+			case 2:
+				return testsrv.Step{Messages: -1, Code: codes.NotFound, Delay: 2 * ms}
+			case 3:
+				return testsrv.Step{SendHeaderFirst: true, Delay: 5 * ms, Messages: 2}
+			}
+			return testsrv.Step{Delay: time.Duration(nth%3) * ms, Messages: 3}
+		})}, grpc.WithChainStreamInterceptor(wrap))
+		apart := func(do func()) {
+			done := make(chan struct{})
+			go func() {
+				defer close(done)
+				defer func() { _ = recover() }()
+				do()
+			}()
+			<-done
+		}
+		var wg sync.WaitGroup
+		for range workers {
+			wg.Go(func() {
+				for range calls {
+					ctx, cancel := context.WithTimeout(t.Context(), 20*ms)
+					var stream grpc.ClientStream
+					apart(func() { stream, _ = cc.NewStream(ctx, streamDesc(list), list) })
+					if stream != nil {
+						var header sync.WaitGroup
+						header.Go(func() { apart(func() { _, _ = stream.Header(); _ = stream.Trailer() }) })
+						apart(func() { _ = errors.Join(stream.SendMsg(&testpb.Request{Count: 3}), stream.CloseSend()) })
+						for range 6 { // also after a panic
+							apart(func() { _ = stream.RecvMsg(new(testpb.Response)) })
+						}
+						header.Wait()
+					}
+					cancel()
+				}
+			})
+		}
+		wg.Wait()
+		synctest.Wait()
+		l.check(t)
+		if n := srv.Running(); n != 0 {
+			t.Errorf("%d attempts still run on the server", n)
+		}
+		if broke.Load() < 100 || l.reserved.Load() < 500 {
+			t.Errorf("%d callbacks broke and %d more attempts were granted, so nothing was shown", broke.Load(), l.reserved.Load())
+		}
+	})
+}
