@@ -19,6 +19,7 @@ type Results struct {
 	Pulses      []Pulse // through as many clients as the plan's scene has
 	Lone        []Pulse // through a single one
 	Contentions []Contentions
+	Hedgings    []Hedging
 }
 
 // Contentions are several runs with one jitter.
@@ -52,6 +53,8 @@ type Plan struct {
 	Bystander []float64 // the loads that peers other than none and ours are given
 
 	Runs int // of the contention with each jitter
+
+	Hedged, Slow int // calls of RunHedging
 }
 
 // FullPlan is that of the report.
@@ -59,7 +62,7 @@ var FullPlan = Plan{
 	Failing: []float64{1, 0.5, 0.1}, Workers: []int{1, 8, 64}, Calls: 2000, Ours: 2000,
 	Tiers: []int{3, 5}, Chain: 500, Plain: 20, Replica: 8000, Warm: []int{0, 990}, Rounds: 20, PerRound: 100,
 	Scene: Full, Loads: []float64{0.7, 0.85, 0.93}, Kinds: Kinds, Bystander: []float64{0.7, 0.85, 0.93},
-	Runs: 200,
+	Runs: 200, Hedged: 20000, Slow: 2000,
 }
 
 // SmallPlan takes seconds, and still asks of ours all that is promised.
@@ -71,7 +74,7 @@ var SmallPlan = Plan{
 		Before: 500 * time.Millisecond, Settle: 800 * time.Millisecond, Bin: 100 * time.Millisecond, Clients: 1, Even: true,
 	},
 	Loads: []float64{0.7, 0.85, 0.93}, Kinds: Kinds,
-	Runs: 2,
+	Runs: 2, Hedged: 400, Slow: 100,
 }
 
 // Experiment is one of a plan: to be run in a bubble of its own, where it puts
@@ -153,6 +156,16 @@ func (plan Plan) Experiments(r *Results) (all []Experiment) {
 				}
 				return err
 			}, "contention/%v/%d", jitter, run)
+		}
+	}
+	for _, h := range peers.Hedgers {
+		for i, config := range HedgeConfigs {
+			if h.Name == peers.None && i > 0 {
+				continue
+			}
+			add(func(ctx context.Context) error {
+				return keep(&r.Hedgings)(RunHedging(ctx, h, config, plan.Hedged, plan.Slow))
+			}, "hedging/%s/%+v", h.Name, config)
 		}
 	}
 	return all

@@ -68,6 +68,7 @@ func TestMeasure(t *testing.T) {
 		checkLone(t, lone)
 	})
 	t.Run("contention", func(t *testing.T) { checkContentions(t, results.Contentions) })
+	t.Run("hedging", func(t *testing.T) { checkHedgings(t, results.Hedgings) })
 }
 
 // What is lost by retries stays within the bound of DESIGN.md, and retries do
@@ -228,6 +229,25 @@ func checkContentions(t *testing.T, all []Contentions) {
 	for _, c := range all[1:] {
 		if none := all[0]; c.Writes.Value >= none.Writes.Value || c.Took.Value >= none.Took.Value {
 			t.Errorf("%+v, and without jitter %+v", c, none)
+		}
+	}
+}
+
+// Hedges cut the tail for a tenth of the load at most, and stop where everything is slow:
+// what is left is ten hedges, or with a quantile as many as until it has risen.
+func checkHedgings(t *testing.T, all []Hedging) {
+	for _, h := range all {
+		if h.Hedger != peers.Ours {
+			continue
+		}
+		if none := all[0].At(0.99); h.At(0.99) > none*3/10 {
+			t.Errorf("%+v: p99 is %v, want 30%% of %v at most", h, h.At(0.99), none)
+		}
+		if h.Added() > 0.1 {
+			t.Errorf("%+v: %.2f%% added load, want 10%% at most", h, 100*h.Added())
+		}
+		if first, later := h.SlowExtras[0], h.SlowExtras[1]; first > 50 || later > 10+h.SlowCalls/100 {
+			t.Errorf("%+v: %d and %d hedges while all replies are slow", h, first, later)
 		}
 	}
 }
