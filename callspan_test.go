@@ -23,6 +23,7 @@ import (
 	"google.golang.org/grpc/stats"
 	"google.golang.org/grpc/status"
 
+	"example.com/grpcretry/internal/attemptevents"
 	"example.com/grpcretry/internal/testsrv"
 	"example.com/grpcretry/internal/testsrv/testpb"
 )
@@ -607,7 +608,7 @@ func TestEventSinkTakesThePlaceOfTheSpan(t *testing.T) {
 				if got := strings.Join(decisions(sink.events), " "); got != want || sink.asked != 1 {
 					t.Errorf("events %q, asked %d times; want %q, once", got, sink.asked, want)
 				}
-				checkEvents(t, sink.events)
+				attemptevents.Check(t, sink.events)
 				for i, at := range sink.times {
 					if after := []time.Duration{0, 10 * ms, 30 * ms}[i]; at.Sub(start) != after {
 						t.Errorf("event %d after %v, want %v", i+1, at.Sub(start), after)

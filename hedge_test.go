@@ -22,6 +22,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/dynamicpb"
 
+	"example.com/grpcretry/internal/attemptevents"
 	"example.com/grpcretry/internal/testsrv"
 	"example.com/grpcretry/internal/testsrv/testpb"
 )
@@ -535,9 +536,11 @@ func TestHedgesAndPanics(t *testing.T) {
 					t.Errorf("recovered %v", got)
 				}
 				synctest.Wait()
-				if n := len(end().Events()); n != test.events {
-					t.Errorf("%d events, want %d", n, test.events)
+				all := attemptevents.Of(t, end())
+				if len(all) != test.events {
+					t.Errorf("%d events, want %d", len(all), test.events)
 				}
+				attemptevents.CheckCut(t, all)
 				if finished != 1 {
 					t.Errorf("OnFinish ran %d times", finished)
 				}

@@ -7,10 +7,12 @@ import (
 	"time"
 
 	sdktrace "go.opentelemetry.io/otel/sdk/trace"
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/emptypb"
 )
 
@@ -88,6 +90,10 @@ type eventCost struct {
 func eventCosts(t testing.TB) []eventCost {
 	down := status.Error(codes.Unavailable, "down")
 	missing := status.Error(codes.NotFound, "missing")
+	later, err := status.New(codes.Unavailable, "later").WithDetails(&errdetails.RetryInfo{RetryDelay: durationpb.New(time.Hour)})
+	if err != nil {
+		t.Fatal(err)
+	}
 	tcp := &net.TCPAddr{IP: net.IPv4(192, 0, 2, 1), Port: 443}
 	span := func() context.Context {
 		ctx, span := sdktrace.NewTracerProvider().Tracer("test").Start(t.Context(), "caller")
@@ -110,6 +116,7 @@ func eventCosts(t testing.TB) []eventCost {
 		cost("ok", 1, tcp),
 		cost("ok/memory", 1, fakeAddr{}),
 		cost("not_retryable", 1, tcp, missing),
+		cost("pushback_stop", 1, tcp, later.Err()),
 		cost("retried", 3, tcp, down, down, nil),
 	}
 }

@@ -20,6 +20,7 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
+	"example.com/grpcretry/internal/attemptevents"
 	"example.com/grpcretry/internal/testsrv"
 	"example.com/grpcretry/internal/testsrv/testpb"
 )
@@ -995,7 +996,7 @@ func TestServerSpanAttributes(t *testing.T) {
 				got := map[attribute.Key]attribute.Value{}
 				for _, a := range spans.Ended()[0].Attributes() {
 					got[a.Key] = a.Value
-					if have, want := fmt.Sprintf("%T", a.Value.AsInterface()), fmt.Sprintf("%T", schema[a.Key]); have != want {
+					if have, want := fmt.Sprintf("%T", a.Value.AsInterface()), fmt.Sprintf("%T", attemptevents.Schema[a.Key]); have != want {
 						t.Errorf("%s is a %s, in the schema of the events a %s", a.Key, have, want)
 					}
 				}

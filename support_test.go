@@ -5,11 +5,11 @@ import (
 	"log/slog"
 	"testing"
 
-	"go.opentelemetry.io/otel/attribute"
 	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 	"go.opentelemetry.io/otel/sdk/trace/tracetest"
 	"google.golang.org/grpc"
 
+	"example.com/grpcretry/internal/attemptevents"
 	"example.com/grpcretry/internal/testsrv"
 	"example.com/grpcretry/internal/testsrv/testpb"
 )
@@ -51,7 +51,7 @@ func dial(t testing.TB, srv *testsrv.Server, r *Retrier, opts ...grpc.DialOption
 }
 
 // event is one grpcretry.attempt event with its attributes as plain values.
-type event map[attribute.Key]any
+type event = attemptevents.Event
 
 // traced returns a context with a recording span, and a function that ends the
 // span and gives its attempt events in order. They are as the schema wants them.
@@ -79,22 +79,11 @@ func tracedSpan(ctx context.Context) (context.Context, func() sdktrace.ReadOnlyS
 // eventsOf are the span's attempt events.
 func eventsOf(t testing.TB, span sdktrace.ReadOnlySpan) []event {
 	t.Helper()
-	var events []event
-	for _, e := range span.Events() {
-		if e.Name != "grpcretry.attempt" {
-			t.Errorf("event %q on the caller's span, want only grpcretry.attempt", e.Name)
-			continue
-		}
-		attrs := event{}
-		for _, a := range e.Attributes {
-			if _, ok := attrs[a.Key]; ok {
-				t.Errorf("attribute %s is there twice", a.Key)
-			}
-			attrs[a.Key] = a.Value.AsInterface()
-		}
-		events = append(events, attrs)
+	events := attemptevents.Of(t, span)
+	if n := len(span.Events()); n != len(events) {
+		t.Errorf("%d events on the caller's span, of which %d are of attempts; want no others", n, len(events))
 	}
-	checkEvents(t, events)
+	attemptevents.Check(t, events)
 	return events
 }
 

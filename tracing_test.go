@@ -3,6 +3,7 @@ package grpcretry
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net"
 	"slices"
 	"strings"
@@ -21,173 +22,28 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"example.com/grpcretry/internal/attemptevents"
 	"example.com/grpcretry/internal/testsrv"
 	"example.com/grpcretry/internal/testsrv/testpb"
 )
 
-// schema is what dashboards and alerts are built on: every attribute that an
-// attempt's event may have, with a value of its type or the words it may be.
-var schema = map[attribute.Key]any{
-	"grpcretry.attempt.number":   int64(0),
-	"rpc.response.status_code":   slices.Clone(codeNames[:]),
-	"error.type":                 slices.Clone(codeNames[1:]),
-	"grpcretry.attempt.decision": slices.Clone(reasonNames[1:]),
-	"grpcretry.attempt.duration": float64(0),
-	"grpcretry.attempt.sent":     []string{"unsent", "refused", "answered", "ambiguous"},
-	"grpcretry.retry.delay":      float64(0),
-	"grpcretry.retry.delay_source": []string{
-		"backoff", "pushback", "retry_info",
-	},
-	"grpcretry.budget.balance":     float64(0),
-	"grpcretry.attempt.hedge":      true,
-	"grpcretry.hedge.refused":      []string{"not_idempotent", "inbound_retry", "dry_run", "pushback_stop", "budget_exhausted"},
-	"grpcretry.attempt.max":        int64(0),
-	"grpcretry.attempt.dropped":    int64(0),
-	"grpcretry.deadline.remaining": float64(0),
-	"grpcretry.idempotency":        []string{"idempotent", "not_idempotent", "keyed", "unknown"},
-	"grpcretry.policy.source":      []string{"call", "method", "service", "default", "service_config", "resolver", "proto"},
-	"grpcretry.commit.cause":       []string{"header", "message", "early_answer", "replay_bytes", "prepared_message", "not_proto"},
-	"grpcretry.within.name":        "",
-	"grpcretry.within.attempt":     int64(0),
-	"network.peer.address":         "",
-	"network.peer.port":            int64(0),
-	"rpc.method":                   "",
-}
-
-// checkEvents fails on an attribute that is unknown, missing, of the wrong type,
-// or there without its reason. The events may be those of several calls.
-func checkEvents(t testing.TB, events []event) {
-	t.Helper()
-	type place struct{ method, within, attempt any }
-	calls := map[place][]event{}
-	for _, e := range events {
-		p := place{e["rpc.method"], e["grpcretry.within.name"], e["grpcretry.within.attempt"]}
-		calls[p] = append(calls[p], e)
-		if _, last := e["grpcretry.attempt.max"]; last {
-			checkCallEvents(t, calls[p])
-			delete(calls, p)
+// The words of the schema are those that the code has, and the other way round.
+func TestSchemaHasTheWords(t *testing.T) {
+	for key, want := range map[attribute.Key][]string{
+		"rpc.response.status_code":   codeNames[:],
+		"error.type":                 codeNames[1:],
+		"grpcretry.attempt.decision": reasonNames[1:],
+	} {
+		if got := attemptevents.Schema[key]; !slices.Equal(got.([]string), want) {
+			t.Errorf("%s is one of %q, want %q", key, got, want)
 		}
-	}
-	for p, events := range calls {
-		t.Errorf("the %d events of a call of %v have no last one", len(events), p.method)
-		checkCallEvents(t, events)
 	}
 }
 
-// checkCallEvents is checkEvents for the events of one call.
-func checkCallEvents(t testing.TB, events []event) {
-	t.Helper()
-	// The attempts of a hedged call end in any order.
-	hedged := slices.ContainsFunc(events, func(e event) bool { return e["grpcretry.attempt.hedge"] == true })
-	leftOut, _ := events[len(events)-1]["grpcretry.attempt.dropped"].(int64)
-	made := int64(len(events)) + leftOut
-	seen := map[int64]bool{}
-	for i, e := range events {
-		last := i == len(events)-1
-		fault := func(format string, args ...any) {
-			t.Helper()
-			t.Errorf("event %d of %d: %s; it is %v", i+1, len(events), fmt.Sprintf(format, args...), e)
-		}
-		for key, value := range e {
-			switch want := schema[key].(type) {
-			case nil:
-				fault("unknown attribute %s", key)
-			case []string:
-				// Servers can send codes that gRPC does not define.
-				undefined := key == "rpc.response.status_code" || key == "error.type"
-				if word, ok := value.(string); !ok || !slices.Contains(want, word) && !(undefined && strings.HasPrefix(word, "CODE(")) {
-					fault("%s = %#v, want one of %q", key, value, want)
-				}
-			case int64:
-				if n, ok := value.(int64); !ok || n < 0 {
-					fault("%s = %#v, want an int", key, value)
-				}
-			case float64:
-				if f, ok := value.(float64); !ok || !(f >= 0) {
-					fault("%s = %#v, want a double", key, value)
-				}
-			case bool:
-				if value != true {
-					fault("%s = %#v, want true", key, value)
-				}
-			case string:
-				if s, ok := value.(string); !ok || s == "" {
-					fault("%s = %#v, want a string", key, value)
-				}
-			}
-		}
-		needs := func(when bool, keys ...attribute.Key) {
-			t.Helper()
-			for _, key := range keys {
-				if _, ok := e[key]; ok != when {
-					fault("%s is there: %v, want %v", key, ok, when)
-				}
-			}
-		}
-		decision, _ := e["grpcretry.attempt.decision"].(string)
-		number, _ := e["grpcretry.attempt.number"].(int64)
-		failed := e["rpc.response.status_code"] != "OK"
-		waits := decision == "retry" || decision == "resume" || decision == "dry_run"
-		aside := decision == "hedge_lost" || decision == "hedge_failed"
-		follows := aside || decision == "retry" || decision == "resume"
-		needs(true, "grpcretry.attempt.number", "rpc.response.status_code", "grpcretry.attempt.decision", "grpcretry.attempt.duration", "rpc.method")
-		needs(failed, "error.type", "grpcretry.attempt.sent")
-		_, delays := e["grpcretry.retry.delay"]
-		switch left, _ := e["grpcretry.deadline.remaining"].(float64); {
-		case waits:
-			needs(true, "grpcretry.retry.delay", "grpcretry.retry.delay_source")
-		case decision == "deadline": // the wait that does not fit; where nothing is left there may have been none
-			needs(delays || left > 0, "grpcretry.retry.delay", "grpcretry.retry.delay_source")
-			if delay, _ := e["grpcretry.retry.delay"].(float64); delay < left {
-				fault("the wait would have fitted")
-			}
-		case decision == "pushback_stop" && !hedged, decision == "hedge_failed" && delays: // the server asked for too long a wait, or for no retry at all
-			needs(true, "grpcretry.retry.delay_source")
-			if e["grpcretry.retry.delay_source"] == "backoff" || !delays && e["grpcretry.retry.delay_source"] != "pushback" {
-				fault("not what the server asked for")
-			}
-		case decision == "pushback_stop", decision == "hedge_failed": // another attempt may be the one that was told
-		default:
-			needs(false, "grpcretry.retry.delay", "grpcretry.retry.delay_source")
-		}
-		needs(waits || decision == "budget_exhausted", "grpcretry.budget.balance")
-		needs(last, "grpcretry.attempt.max")
-		if decision == "committed" {
-			needs(true, "grpcretry.commit.cause")
-		}
-		needs(last && failed, "grpcretry.idempotency", "grpcretry.policy.source")
-		needs(last && made > 32, "grpcretry.attempt.dropped")
-		if !last {
-			needs(false, "grpcretry.deadline.remaining", "grpcretry.hedge.refused")
-		}
-		_, within := e["grpcretry.within.name"]
-		needs(within, "grpcretry.within.attempt")
-		if _, ok := e["network.peer.address"]; !ok {
-			needs(false, "network.peer.port")
-		}
-		if failed && e["error.type"] != e["rpc.response.status_code"] {
-			fault("error.type is not the code")
-		}
-		if follows == last || (decision == "success") == failed && decision != "hedge_lost" || aside && !hedged {
-			fault("decision %q", decision)
-		}
-		if balance, ok := e["grpcretry.budget.balance"].(float64); ok && balance > 1 {
-			fault("balance %v", balance)
-		}
-		switch dropped, _ := e["grpcretry.attempt.dropped"].(int64); {
-		case i > 31:
-			fault("more than 32 events")
-		case seen[number]:
-			fault("number %d is there twice", number)
-		case hedged:
-			if number < 1 || number > made || dropped > 0 && len(events) != 32 {
-				fault("number %d of %d", number, made)
-			}
-		case !last && number != int64(i+1), last && number != int64(i+1)+dropped:
-			fault("number %d with %d left out", number, dropped)
-		}
-		seen[number] = true
-	}
+// plainReasons are the words of TestEventsOfEveryReason.
+var plainReasons = []string{
+	"success", "retry", "parent_done", "closed", "disabled", "pushback_stop", "retry_if_stop", "not_retryable", "not_idempotent",
+	"attempts_exhausted", "deadline", "dry_run", "inbound_retry", "budget_exhausted",
 }
 
 // Every word by which a unary call can end has its event, complete to the last
@@ -227,6 +83,7 @@ func TestEventsOfEveryReason(t *testing.T) {
 	for range 10 {
 		empty.Reserve(CostTransient)
 	}
+	listed := map[string]bool{}
 	for name, test := range map[string]struct {
 		method  string
 		steps   testsrv.Sequence
@@ -313,6 +170,9 @@ func TestEventsOfEveryReason(t *testing.T) {
 		"inbound retry":    {steps: testsrv.Sequence{unavailable}, inbound: true, want: []event{with(final, event{"grpcretry.attempt.decision": "inbound_retry"})}},
 		"budget exhausted": {steps: testsrv.Sequence{unavailable}, options: []Option{WithBudget(empty)}, want: []event{with(final, event{"grpcretry.attempt.decision": "budget_exhausted", "grpcretry.budget.balance": 0.0})}},
 	} {
+		for _, word := range decisions(test.want) {
+			listed[word] = true
+		}
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				if test.method == "" {
@@ -359,7 +219,7 @@ func TestEventsOfEveryReason(t *testing.T) {
 					case i >= len(test.want):
 						t.Errorf("event %d is too many: %v", i+1, got[i])
 					default:
-						for key := range schema {
+						for key := range attemptevents.Schema {
 							if got[i][key] != test.want[i][key] {
 								t.Errorf("event %d: %s = %v, want %v", i+1, key, got[i][key], test.want[i][key])
 							}
@@ -382,6 +242,108 @@ func TestEventsOfEveryReason(t *testing.T) {
 				}
 			})
 		})
+	}
+	if got, want := slices.Sorted(maps.Keys(listed)), slices.Sorted(slices.Values(plainReasons)); !slices.Equal(got, want) {
+		t.Errorf("the events had the words %q, want %q", got, want)
+	}
+}
+
+// The words that only streams, hedged calls and work can end by have their
+// events too; and with those above they are all that there are.
+func TestEventsOfEveryOtherReason(t *testing.T) {
+	all := map[string]bool{}
+	for _, word := range plainReasons {
+		all[word] = true
+	}
+	breaksOff := testsrv.Script{list: testsrv.Sequence{breaking(1, codes.Unavailable)}.ThenOK()}
+	receive := func(opts ...grpc.CallOption) func(*testing.T, context.Context, *Retrier, *grpc.ClientConn) {
+		return func(t *testing.T, ctx context.Context, _ *Retrier, cc *grpc.ClientConn) {
+			stream := open(t, ctx, cc, list, opts...)
+			send(t, stream, 1)
+			closeSend(t, stream)
+			_, _ = drain(receiver{stream})
+		}
+	}
+	getOnce := func(_ *testing.T, ctx context.Context, _ *Retrier, cc *grpc.ClientConn) {
+		_, _ = testpb.NewTestServiceClient(cc).Get(ctx, &testpb.Request{})
+	}
+	for name, test := range map[string]struct {
+		options []Option
+		script  testsrv.Script
+		call    func(*testing.T, context.Context, *Retrier, *grpc.ClientConn)
+		want    []event // only what is particular
+	}{
+		"committed": {script: breaksOff, call: receive(), want: []event{{"grpcretry.attempt.decision": "committed", "grpcretry.commit.cause": "message"}}},
+		"resumed": {script: breaksOff, call: receive(WithResume(afterLast)), want: []event{
+			{"grpcretry.attempt.decision": "resume", "grpcretry.retry.delay": 0.01, "grpcretry.retry.delay_source": "backoff"},
+			{"grpcretry.attempt.decision": "success"},
+		}},
+		"not resumed": {script: breaksOff, call: receive(WithResume(func(*testpb.Request, *testpb.Response) (*testpb.Request, bool) { return nil, false })), want: []event{
+			{"grpcretry.attempt.decision": "committed", "grpcretry.commit.cause": "message"},
+		}},
+		"permanent": {options: []Option{WithDefaultPolicy(Policy{})}, call: func(t *testing.T, ctx context.Context, r *Retrier, _ *grpc.ClientConn) {
+			_ = r.Do(ctx, "jobs/restock", func(context.Context) error { return Permanent(status.Error(codes.Unavailable, "gone")) })
+		}, want: []event{{"grpcretry.attempt.decision": "permanent", "rpc.response.status_code": "UNAVAILABLE"}}},
+		"hedged": {
+			options: []Option{hedged(Hedge{MaxAttempts: 3, Delay: 20 * ms})},
+			script:  testsrv.Script{get: testsrv.Sequence{{Delay: 200 * ms}, {Delay: 5 * ms, Code: codes.Unavailable}, {Delay: 5 * ms}}},
+			call:    getOnce,
+			want: []event{
+				{"grpcretry.attempt.decision": "hedge_failed", "grpcretry.attempt.number": int64(2), "grpcretry.attempt.hedge": true, "grpcretry.retry.delay_source": nil},
+				{"grpcretry.attempt.decision": "hedge_lost", "grpcretry.attempt.number": int64(1), "grpcretry.attempt.hedge": nil},
+				{"grpcretry.attempt.decision": "success", "grpcretry.attempt.number": int64(3), "grpcretry.attempt.hedge": true},
+			},
+		},
+		"hedged, and asked for no more": {
+			options: []Option{hedged(Hedge{MaxAttempts: 3, Delay: 20 * ms})},
+			script:  testsrv.Script{get: testsrv.Sequence{{Delay: 200 * ms, Code: codes.Unavailable}, {Delay: 5 * ms, Code: codes.Unavailable, Trailer: pushbackOf("-1")}}},
+			call:    getOnce,
+			want: []event{
+				{"grpcretry.attempt.decision": "hedge_failed", "grpcretry.attempt.number": int64(2), "grpcretry.retry.delay": nil, "grpcretry.retry.delay_source": "pushback"},
+				{"grpcretry.attempt.decision": "pushback_stop", "grpcretry.attempt.number": int64(1), "grpcretry.retry.delay": nil, "grpcretry.retry.delay_source": nil, "grpcretry.hedge.refused": "pushback_stop"},
+			},
+		},
+		"hedged, and asked to come back much later": {
+			options: []Option{hedged(Hedge{MaxAttempts: 3, Delay: 20 * ms})},
+			script:  testsrv.Script{get: testsrv.Sequence{{Delay: 200 * ms, Code: codes.Unavailable}, {Delay: 5 * ms, Code: codes.Unavailable, Trailer: pushbackOf("300000")}}},
+			call:    getOnce,
+			want: []event{
+				{"grpcretry.attempt.decision": "hedge_failed", "grpcretry.attempt.number": int64(2), "grpcretry.retry.delay": 300.0, "grpcretry.retry.delay_source": "pushback"},
+				{"grpcretry.attempt.decision": "pushback_stop", "grpcretry.attempt.number": int64(1), "grpcretry.retry.delay": nil, "grpcretry.retry.delay_source": nil},
+			},
+		},
+	} {
+		for _, word := range decisions(test.want) {
+			all[word] = true
+		}
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				options := test.options
+				if options == nil {
+					options = []Option{exactly(nil)}
+				}
+				r := newRetrier(t, options...)
+				_, cc := serveStreams(t, r, test.script)
+				ctx, events := traced(t, t.Context())
+				test.call(t, ctx, r, cc)
+				got := events()
+				if len(got) != len(test.want) {
+					t.Fatalf("events %v, want %v", got, test.want)
+				}
+				for i, want := range test.want {
+					for key, value := range want {
+						if got[i][key] != value {
+							t.Errorf("event %d: %s = %v, want %v", i+1, key, got[i][key], value)
+						}
+					}
+				}
+			})
+		})
+	}
+	for _, word := range reasonNames[1:] {
+		if !all[word] {
+			t.Errorf("no test has an event with the decision %q", word)
+		}
 	}
 }
 

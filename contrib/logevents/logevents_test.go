@@ -18,6 +18,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"example.com/grpcretry"
+	"example.com/grpcretry/internal/attemptevents"
 	"example.com/grpcretry/internal/testsrv"
 	"example.com/grpcretry/internal/testsrv/testpb"
 )
@@ -74,6 +75,8 @@ func call(t *testing.T, k *kept, sampler sdktrace.Sampler, withSink bool) (onSpa
 		t.Fatal(err)
 	}
 	s.End()
+	attemptevents.CheckSpans(t, recorder.Ended())
+	var logged []attemptevents.Event
 	for _, s := range recorder.Ended() {
 		for _, e := range s.Events() {
 			onSpan = append(onSpan, text(e.Name, e.Time, e.Attributes))
@@ -83,7 +86,9 @@ func call(t *testing.T, k *kept, sampler sdktrace.Sampler, withSink bool) (onSpa
 		var attrs []attribute.KeyValue
 		r.WalkAttributes(func(a attribute.KeyValue) bool { attrs = append(attrs, a); return true })
 		inLog = append(inLog, text(r.EventName(), r.Timestamp(), attrs))
+		logged = append(logged, attemptevents.New(t, attrs))
 	}
+	attemptevents.Check(t, logged)
 	return onSpan, inLog, s.SpanContext()
 }
 

@@ -29,6 +29,7 @@ import (
 	"google.golang.org/grpc/stats/opentelemetry"
 
 	"example.com/grpcretry"
+	"example.com/grpcretry/internal/attemptevents"
 	"example.com/grpcretry/internal/spantree"
 	"example.com/grpcretry/internal/testsrv"
 	"example.com/grpcretry/internal/testsrv/testpb"
@@ -206,6 +207,7 @@ func TestLayouts(t *testing.T) {
 					synctest.Wait()
 
 					checkGolden(t, l.name+"-"+kind.name, e.recorder.Ended())
+					attemptevents.CheckSpans(t, e.recorder.Ended())
 					checkNothingLeft(t, e.recorder)
 					var statuses []string
 					for _, s := range e.recorder.Ended() {

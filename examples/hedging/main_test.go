@@ -15,7 +15,10 @@ import (
 	"testing/synctest"
 	"time"
 
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
+
 	"example.com/grpcretry"
+	"example.com/grpcretry/internal/attemptevents"
 	"example.com/grpcretry/internal/spantree"
 	"example.com/grpcretry/internal/testsrv"
 	"example.com/grpcretry/internal/testsrv/testpb"
@@ -34,7 +37,7 @@ const (
 func TestOutput(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var out bytes.Buffer
-		svg, err := demonstrate(t.Context(), &out, 2000, 1, spantree.Options{})
+		svg, err := demonstrate(t.Context(), &out, 2000, 1, spantree.Options{Look: func(s []sdktrace.ReadOnlySpan) { attemptevents.CheckSpans(t, s) }})
 		if err != nil {
 			t.Fatal(err)
 		}

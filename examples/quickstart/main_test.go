@@ -9,6 +9,9 @@ import (
 	"testing/synctest"
 	"time"
 
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
+
+	"example.com/grpcretry/internal/attemptevents"
 	"example.com/grpcretry/internal/spantree"
 )
 
@@ -23,7 +26,7 @@ func TestOutput(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var out bytes.Buffer
 		start := time.Now()
-		if err := run(&out, spantree.Options{}); err != nil {
+		if err := run(&out, spantree.Options{Look: func(s []sdktrace.ReadOnlySpan) { attemptevents.CheckSpans(t, s) }}); err != nil {
 			t.Fatal(err)
 		}
 		if took := time.Since(start); took > 2*time.Second {

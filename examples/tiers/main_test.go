@@ -8,6 +8,9 @@ import (
 	"testing"
 	"testing/synctest"
 
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
+
+	"example.com/grpcretry/internal/attemptevents"
 	"example.com/grpcretry/internal/spantree"
 )
 
@@ -20,7 +23,7 @@ const golden = "testdata/output.golden"
 func TestOutput(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var out bytes.Buffer
-		if err := run(&out, spantree.Options{}); err != nil {
+		if err := run(&out, spantree.Options{Look: func(s []sdktrace.ReadOnlySpan) { attemptevents.CheckSpans(t, s) }}); err != nil {
 			t.Fatal(err)
 		}
 		if *update {

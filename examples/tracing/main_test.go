@@ -12,7 +12,9 @@ import (
 	"testing/synctest"
 
 	"go.opentelemetry.io/contrib/zpages"
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 
+	"example.com/grpcretry/internal/attemptevents"
 	"example.com/grpcretry/internal/spantree"
 )
 
@@ -25,7 +27,7 @@ const golden = "testdata/output.golden"
 func TestTraces(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var out bytes.Buffer
-		if err := demonstrate(t.Context(), &out, spantree.Options{}); err != nil {
+		if err := demonstrate(t.Context(), &out, spantree.Options{Look: func(s []sdktrace.ReadOnlySpan) { attemptevents.CheckSpans(t, s) }}); err != nil {
 			t.Fatal(err)
 		}
 		if *update {

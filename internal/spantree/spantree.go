@@ -34,6 +34,9 @@ type Options struct {
 	// left of the deadline, which differ from run to run. The delays
 	// before retries stay: a golden file wants a policy without jitter.
 	HideDurations bool
+	// Look, if it is not nil, is given the spans before they are printed: a
+	// test of an example looks at what the text leaves out.
+	Look func([]sdktrace.ReadOnlySpan)
 }
 
 // Color reports whether w is a terminal whose user did not ask for plain text:
@@ -57,6 +60,9 @@ func color(w io.Writer, getenv func(string) string) bool {
 // their time: spans by their start, events by their timestamp. Of an
 // [tracetest.SpanStubs] pass the Snapshots.
 func Write(w io.Writer, spans []sdktrace.ReadOnlySpan, o Options) error {
+	if o.Look != nil {
+		o.Look(spans)
+	}
 	t := tree{Options: o, children: map[key][]sdktrace.ReadOnlySpan{}, printed: map[key]bool{}}
 	known := map[key]bool{}
 	for _, s := range spans {

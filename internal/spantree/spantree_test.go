@@ -184,6 +184,17 @@ func TestWrite(t *testing.T) {
 	}
 }
 
+// Who looks at the spans must see all that are printed, or looks at nothing.
+func TestLook(t *testing.T) {
+	spans, seen := tracetest.SpanStubs(nested()).Snapshots(), 0
+	if err := Write(new(bytes.Buffer), spans, Options{Look: func(s []sdktrace.ReadOnlySpan) { seen += len(s) }}); err != nil {
+		t.Fatal(err)
+	}
+	if seen != len(spans) {
+		t.Errorf("%d spans were seen, want %d", seen, len(spans))
+	}
+}
+
 // Hidden durations are for golden files: nothing that differs from run to run may be left.
 func TestHideDurations(t *testing.T) {
 	draw := func(scale int) string {
