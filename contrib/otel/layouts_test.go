@@ -133,7 +133,7 @@ var kinds = []struct {
 			return err
 		}},
 	{"stream", testpb.TestService_List_FullMethodName,
-		testsrv.Step{Delay: 5 * ms, Messages: -1, Code: codes.Unavailable, Message: "warming up"}, testsrv.Step{Messages: 2, Every: 5 * ms},
+		testsrv.Step{Delay: 5 * ms, Messages: -1, Code: codes.Unavailable, Message: "warming up"}, testsrv.Step{Delay: 3 * ms, Messages: 2, Every: 2 * ms}, // the first not in the moment of the request
 		func(ctx context.Context, client testpb.TestServiceClient) error {
 			stream, err := client.List(ctx, &testpb.Request{})
 			for err == nil {
