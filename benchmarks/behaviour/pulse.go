@@ -109,6 +109,12 @@ func (p Pulse) Lost() (n int) {
 	return n
 }
 
+// LostShare is Lost as a share of all calls.
+func (p Pulse) LostShare() float64 { return float64(p.Lost()) / float64(p.made()) }
+
+// Extra is how many requests there were beyond one for each call.
+func (p Pulse) Extra() int { return p.Requests - p.made() }
+
 // RunPulse plays the scene. A peer that can bound its attempts does, and its
 // calls have the time for all of them; the calls of the others have as much time as one
 // attempt.
