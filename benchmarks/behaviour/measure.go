@@ -68,13 +68,13 @@ var FullPlan = Plan{
 // SmallPlan takes seconds, and still asks of ours all that is promised.
 var SmallPlan = Plan{
 	Failing: []float64{1, 0.5, 0.1}, Workers: []int{64}, Calls: 64, Ours: 1000,
-	Tiers: []int{3}, Chain: 40, Plain: 1, Replica: 320, Warm: []int{0, 2 * InFlight}, Rounds: 2, PerRound: 24,
+	Tiers: []int{3}, Chain: 40, Plain: 1, Replica: 160, Warm: []int{0, 2 * InFlight}, Rounds: 2, PerRound: 24,
 	Scene: Scene{
 		Service: 10 * time.Millisecond, Timeout: 300 * time.Millisecond, Pulse: time.Second,
 		Before: 500 * time.Millisecond, Settle: 800 * time.Millisecond, Bin: 100 * time.Millisecond, Clients: 1, Even: true,
 	},
 	Loads: []float64{0.7, 0.85, 0.93}, Kinds: Kinds,
-	Runs: 2, Hedged: 400, Slow: 100,
+	Runs: 2, Hedged: 240, Slow: 100,
 }
 
 // Experiment is one of a plan: to be run in a bubble of its own, where it puts

@@ -89,6 +89,7 @@ func goodput(r behaviour.Results, kind behaviour.Kind, load float64) (*plot.Plot
 	p := newPlot(fmt.Sprintf("Calls answered: %s at %.0f%% load", kind, 100*load), "seconds from the end of the pulse; the pulse is shaded", "answered in time, % of the calls made")
 	p.Y.Min, p.Y.Max = 0, 155
 	p.Y.Tick.Marker = ticks(0, 20, 40, 60, 80, 100)
+	p.X.Tick.Marker = ticks(0, 10, 20, 30, 40, 50, 60)
 	p.Legend.Top, p.Legend.Left, p.Legend.Padding = true, true, vg.Points(1)
 	var labelled []line
 	for _, l := range lines {

@@ -30,7 +30,8 @@ func (p *page) heading() string {
 
 %[1]smake -C benchmarks report%[1]s writes this page and its pictures, in some seven minutes on two cores. Clients and servers are real ones of grpc, connected in memory. All but
 the last table comes from virtual time (%[1]stesting/synctest%[1]s): waits take no time, nothing is timed, and what chance decides is drawn from a fixed seed for each attempt, so every peer
-meets the same luck and the figures are the same on every machine. Only grpc's own retry and gax draw their waits from a source that nobody can seed.
+meets the same luck and the figures are the same on every machine. Nobody can seed the waits of grpc's own retry, of gax and of the
+section on jitter, nor where round_robin begins: there last digits can differ from run to run.
 
 Everybody makes at most %[2]d attempts, waits %[3]v before the first retry and twice as long before each further one up to %[4]v (grpc's own varies that by a fifth, gax draws from 0 up),
 and retries UNAVAILABLE. What is better than ours is said below each table, with the reason. [What a call costs](COSTS.md) and [what a budget costs](BUDGET.md) have pages of their own.
@@ -112,8 +113,8 @@ request is served, and then fails with UNAVAILABLE), or *overload* (twice the ca
 
 ![overload at 93%% load](report/overload-93.svg)
 
-The table has the time from the end of the pulse until no interval of %v has more than 5%% failed calls any more (*never*: not in the %v that were watched), and how many of all calls were lost.
-`, s.Service, 1/s.Service.Seconds(), s.Clients, s.Timeout, s.Pulse, s.Bin, s.After)
+The table has the time from the end of the pulse until no interval of %v has more than 5%% failed calls any more (*never*: not in the %.0f s that were watched), and how many of all calls were lost.
+`, s.Service, 1/s.Service.Seconds(), s.Clients, s.Timeout, s.Pulse, s.Bin, s.After.Seconds())
 	columns := []string{"Peer"}
 	type cell struct {
 		kind behaviour.Kind
@@ -388,7 +389,7 @@ func (p *page) hedgings() string {
 		}
 		rows = append(rows, row)
 	}
-	var faster, lighter []string
+	var faster, lighter, calmer []string
 	for _, h := range p.Hedgings {
 		ours := at[peers.Ours][h.When]
 		if h.Hedger == peers.Ours || h.Hedger == peers.None {
@@ -399,8 +400,11 @@ func (p *page) hedgings() string {
 				faster = append(faster, fmt.Sprintf("%s (%g%%: %.1f ms, ours %.1f ms)", hedgerName(h), 100*q, h.At(q).Seconds()*1000, ours.At(q).Seconds()*1000))
 			}
 		}
-		if h.Requests < ours.Requests || h.SlowExtras[0]+h.SlowExtras[1] < ours.SlowExtras[0]+ours.SlowExtras[1] {
+		if h.Requests < ours.Requests {
 			lighter = append(lighter, hedgerName(h))
+		}
+		if h.SlowExtras[0]+h.SlowExtras[1] < ours.SlowExtras[0]+ours.SlowExtras[1] {
+			calmer = append(calmer, hedgerName(h))
 		}
 	}
 	slow := none.SlowCalls
@@ -408,7 +412,8 @@ func (p *page) hedgings() string {
 		table([]string{"Hedger", "p50", "p95", "p99", "p99.9", "added load", "all slow, at first", "all slow, then"}, rows) +
 		"\nfailsafe's own interceptor for grpc lets attempts that overlap write to one reply; here each has its own, around its hedge policy. A quantile of its remembers as many calls as ours.\nHedges of ours live on the calls that are answered before their hedge is due, so they stop where all replies are slow.\n" +
 		better("the tail", faster, "Ours tells a quantile by buckets an eighth of a power of two wide, rounded up, so its hedges are due up to 12.5% later; the other estimates it more closely, and hedges more calls for it.") +
-		better("added load", lighter, "Its limit on hedges in flight denied some, which the highest quantile shows.")
+		better("added load while one in twenty is slow", lighter, "Its limit on hedges in flight denied some, which the highest quantile shows.") +
+		better("added load while all are slow", calmer, "It hedged fewer calls before it knew.")
 }
 
 func (p *page) contentions() string {
