@@ -82,7 +82,9 @@ func TestHedgedStreamThatGoesOn(t *testing.T) {
 				if len(report.Attempts) > 1 && report.Attempts[1].Duration != test.duration {
 					t.Errorf("the winner took %v, want %v", report.Attempts[1].Duration, test.duration)
 				}
-				if events := end().Events(); events[1].Time.Sub(begun) != 20*ms+test.duration {
+				span := end()
+				eventsOf(t, span)
+				if events := span.Events(); events[1].Time.Sub(begun) != 20*ms+test.duration {
 					t.Errorf("its event is at %v, want %v", events[1].Time.Sub(begun), 20*ms+test.duration)
 				}
 				synctest.Wait()
