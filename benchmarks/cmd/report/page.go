@@ -31,7 +31,7 @@ func (p *page) heading() string {
 %[1]smake -C benchmarks report%[1]s writes this page and its pictures, in some seven minutes on two cores. Clients and servers are real ones of grpc, connected in memory. All but
 the last table comes from virtual time (%[1]stesting/synctest%[1]s): waits take no time, nothing is timed, and what chance decides is drawn from a fixed seed for each attempt, so every peer
 meets the same luck and the figures are the same on every machine. Nobody can seed the waits of grpc's own retry, of gax and of the
-section on jitter, nor where round_robin begins: there last digits can differ from run to run.
+section on jitter, nor where round_robin begins; there, and with the quantile of failsafe, last digits differ from run to run.
 
 Everybody makes at most %[2]d attempts, waits %[3]v before the first retry and twice as long before each further one up to %[4]v (grpc's own varies that by a fifth, gax draws from 0 up),
 and retries UNAVAILABLE. What is better than ours is said below each table, with the reason. [What a call costs](COSTS.md) and [what a budget costs](BUDGET.md) have pages of their own.
