@@ -18,6 +18,7 @@ type Results struct {
 	Updates     []Update
 	Pulses      []Pulse // through as many clients as the plan's scene has
 	Lone        []Pulse // through a single one
+	Long        []Pulse // with a pulse that lasts, through none and ours
 	Contentions []Contentions
 	Hedgings    []Hedging
 }
@@ -51,6 +52,8 @@ type Plan struct {
 	Loads     []float64
 	Kinds     []Kind
 	Bystander []float64 // the loads that peers other than none and ours are given
+	Lasting   Scene     // of the long pulses
+	LongLoads []float64
 
 	Runs int // of the contention with each jitter
 
@@ -62,6 +65,7 @@ var FullPlan = Plan{
 	Failing: []float64{1, 0.5, 0.1}, Workers: []int{1, 8, 64}, Calls: 2000, Ours: 2000,
 	Tiers: []int{3, 5}, Chain: 500, Plain: 20, Replica: 8000, Warm: []int{0, 990}, Rounds: 20, PerRound: 100,
 	Scene: Full, Loads: []float64{0.7, 0.85, 0.93}, Kinds: Kinds, Bystander: []float64{0.7, 0.85, 0.93},
+	Lasting: Lasting, LongLoads: []float64{0.7, 0.85, 0.93},
 	Runs: 200, Hedged: 20000, Slow: 2000,
 }
 
@@ -74,6 +78,7 @@ var SmallPlan = Plan{
 		Before: 500 * time.Millisecond, Settle: 800 * time.Millisecond, Bin: 100 * time.Millisecond, Clients: 1, Even: true,
 	},
 	Loads: []float64{0.7, 0.85, 0.93}, Kinds: Kinds,
+	Lasting: Lasting, LongLoads: []float64{0.7},
 	Runs: 2, Hedged: 240, Slow: 100,
 }
 
@@ -143,6 +148,15 @@ func (plan Plan) Experiments(r *Results) (all []Experiment) {
 				add(func(ctx context.Context) error {
 					return keep(&r.Lone)(lone.RunPulse(ctx, p, kind, load))
 				}, "pulse/%s/%s/%v/lone", p.Name, kind, load)
+			}
+		}
+	}
+	for _, p := range peers.All[:2] {
+		for _, kind := range plan.Kinds {
+			for _, load := range plan.LongLoads {
+				add(func(ctx context.Context) error {
+					return keep(&r.Long)(plan.Lasting.RunPulse(ctx, p, kind, load))
+				}, "pulse/%s/%s/%v/long", p.Name, kind, load)
 			}
 		}
 	}

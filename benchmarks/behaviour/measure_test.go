@@ -67,6 +67,7 @@ func TestMeasure(t *testing.T) {
 		}
 		checkLone(t, lone)
 	})
+	t.Run("long pulses", func(t *testing.T) { checkLong(t, results.Long) })
 	t.Run("contention", func(t *testing.T) { checkContentions(t, results.Contentions) })
 	t.Run("hedging", func(t *testing.T) { checkHedgings(t, results.Hedgings) })
 }
@@ -205,6 +206,24 @@ func checkLone(t *testing.T, all []Pulse) {
 		none, _ := alone[situation{p.Kind, p.Load}].Recovered()
 		if !ok || took > none*12/10 {
 			t.Errorf("%s, load %v: ours recovers after %v (%v), without retries it is %v; want a fifth more at most", p.Kind, p.Load, took, ok, none)
+		}
+	}
+}
+
+// After a pulse that lasts, ours recovers within a fifth more than the time that it
+// takes without any retry, whatever the pulse was: what the clients may spend does
+// not grow with it.
+func checkLong(t *testing.T, all []Pulse) {
+	alone := withoutRetry(all)
+	for _, p := range all {
+		if p.Peer != peers.Ours {
+			continue
+		}
+		took, ok := p.Recovered()
+		none, recovered := alone[situation{p.Kind, p.Load}].Recovered()
+		t.Logf("%s, load %v: ours recovers after %v, without retries it is %v", p.Kind, p.Load, took, none)
+		if !ok || !recovered || took > none*12/10 {
+			t.Errorf("%s, load %v: ours recovers after %v (%v), without retries it is %v (%v); want a fifth more at most", p.Kind, p.Load, took, ok, none, recovered)
 		}
 	}
 }

@@ -53,6 +53,14 @@ var Full = Scene{
 	Before: 10 * time.Second, After: 60 * time.Second, Bin: 250 * time.Millisecond, Clients: 10,
 }
 
+// Lasting is the same with a pulse of ten seconds, which is watched for as long
+// as the server needs to work off what has gathered by then.
+var Lasting = func() Scene {
+	s := Full
+	s.Pulse, s.After, s.Settle = 10*time.Second, 0, 12*time.Second
+	return s
+}()
+
 // Pulse is what came of one scene.
 type Pulse struct {
 	Peer    string

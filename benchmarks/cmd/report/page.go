@@ -96,6 +96,29 @@ func recovery(x behaviour.Pulse, ok bool) string {
 	return fmt.Sprintf("%.2f s, %.1f%% lost", after.Seconds(), 100*x.LostShare())
 }
 
+// longPulses is the table of pulses that last.
+func (p *page) longPulses(columns []string) string {
+	var rows [][]string
+	var worst float64
+	for _, peer := range peers.All[:2] {
+		row := []string{peer.Name}
+		for _, kind := range behaviour.FullPlan.Kinds {
+			for _, load := range behaviour.FullPlan.Loads {
+				x, ok := p.pulse(p.Long, peer.Name, kind, load)
+				row = append(row, recovery(x, ok))
+				none, _ := p.pulse(p.Long, peers.None, kind, load)
+				if without, _ := none.Recovered(); ok && without > 0 {
+					took, _ := x.Recovered()
+					worst = max(worst, took.Seconds()/without.Seconds()-1)
+				}
+			}
+		}
+		rows = append(rows, row)
+	}
+	return fmt.Sprintf("\nThe price does not grow with the pulse, because with nothing answered nothing is earned. The same with one of %v: ours takes at most %.0f%% longer than no retry at all.\n\n",
+		behaviour.Lasting.Pulse, 100*worst) + table(columns, rows)
+}
+
 func (p *page) pulses() string {
 	s := behaviour.Full
 	var b strings.Builder
@@ -166,6 +189,7 @@ The table has the time from the end of the pulse until no interval of %v has mor
 		"client holds when the pulse begins, five after timeouts: %d extra requests in that case, %v each, which the server has to serve with the %.0f%% of its capacity that is to spare: %.2f s. A queue that is\n"+
 		"almost as long as the timeout answers some calls, which fund some more retries; so near the end of a recovery it can relapse once.\n",
 		slowest, at.kind, 100*at.load, 100*worst, 100*slowestLone, extra, s.Service, 100*(1-at.load), float64(extra)*s.Service.Seconds()/(1-at.load))
+	b.WriteString(p.longPulses(columns))
 	b.WriteString("\n*none* and both of *native* have no timeout of an attempt: their calls have the time of one attempt, and so nothing is repeated that timed out. Retries that never recover are those that\n" +
 		"go on at zero goodput: the load stays above the capacity for as long as load · (1 + extra attempts for each call) does.\n")
 	b.WriteString(better("recovering", others(func(name string) bool {
