@@ -162,6 +162,25 @@ func TestReadmeShowsTheCosts(t *testing.T) {
 	}
 }
 
+// So are the figures of the report: each stands in a row of the same peer there.
+func TestReadmeShowsTheReport(t *testing.T) {
+	shown := table(read(t, "README.md"), "Fault")
+	if len(shown) < 2 {
+		t.Fatal("README.md shows nothing of the report")
+	}
+	report := strings.Split(read(t, "benchmarks/REPORT.md"), "\n")
+	for _, row := range shown[1:] {
+		for column, cell := range row[1:] {
+			peer := shown[0][column+1]
+			if !slices.ContainsFunc(report, func(line string) bool {
+				return strings.HasPrefix(line, "| "+peer) && strings.Contains(line, "| "+cell)
+			}) {
+				t.Errorf("%s, %s: no row of benchmarks/REPORT.md has %q", row[0], peer, cell)
+			}
+		}
+	}
+}
+
 // table is the Markdown table with this first cell, without the line beneath its head.
 func table(markdown, corner string) (rows [][]string) {
 	for line := range strings.SplitSeq(markdown, "\n") {
