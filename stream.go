@@ -85,6 +85,7 @@ type attempt struct {
 	ctx      context.Context
 	cancel   context.CancelFunc
 	answered bool          // its header came, or it ended; belongs to the role
+	received bool          // a message of it; belongs to who receives
 	replayed chan struct{} // closed when the replay is over; nil if there is none
 
 	// The stream's mu guards these.
@@ -230,7 +231,7 @@ func (s *clientStream) commit(a *attempt, cause commitCause) {
 // RecvMsg implements grpc.ClientStream.
 func (s *clientStream) RecvMsg(m any) error {
 	if a := s.receives.Load(); a != nil {
-		err := a.inner.RecvMsg(m)
+		err := s.receiveOn(a, m)
 		if err == nil && s.desc.ServerStreams {
 			return nil
 		}
@@ -261,6 +262,18 @@ func (s *clientStream) RecvMsg(m any) error {
 	}
 }
 
+// receiveOn is RecvMsg of a's stream. Where a server refuses a stream, and the
+// one with which grpc repeats it while grpc still sends, grpc takes the io.EOF of
+// that SendMsg for the end of the messages. Asked once more it gives the status.
+func (s *clientStream) receiveOn(a *attempt, m any) error {
+	err := a.inner.RecvMsg(m)
+	if isEOF(err) && s.desc.ClientStreams && !a.received && s.call.cc != nil {
+		err = a.inner.RecvMsg(m)
+	}
+	a.received = a.received || err == nil
+	return err
+}
+
 // deliver notes that the caller is given m.
 func (s *clientStream) deliver(a *attempt, m any) {
 	s.mu.Lock()
@@ -288,7 +301,7 @@ func (s *clientStream) afterwards(m any) error {
 	if !s.deserted {
 		return s.final
 	}
-	return s.result(s.cur.inner.RecvMsg(m))
+	return s.result(s.receiveOn(s.cur, m))
 }
 
 // result is what the caller is told when its attempt said err and the call is
@@ -469,7 +482,7 @@ func (s *clientStream) settleUnasked(a *attempt) {
 	var err error
 	// Without grpc a missing header says nothing, and what is received here is lost.
 	if md, _ := a.inner.Header(); md == nil && s.call.cc != nil {
-		err = a.inner.RecvMsg(new(emptypb.Empty))
+		err = s.receiveOn(a, new(emptypb.Empty))
 	}
 	if err == nil { // there is an answer, whose messages only the caller can read
 		s.mu.Lock()

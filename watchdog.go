@@ -33,7 +33,7 @@ func (s *clientStream) receive(a *attempt, m any, dog *watchdog) error {
 		dog.guard(a, s.idle, "IdleTimeout")
 		defer dog.rest()
 	}
-	return a.inner.RecvMsg(m)
+	return s.receiveOn(a, m)
 }
 
 // awaitHeader waits for a's header, within the timeouts.
