@@ -103,9 +103,9 @@ type aftermath struct {
 	retries  int           // since the last pushback, for the backoff
 	previous time.Duration // the last backoff
 	waited   time.Duration // between attempts, in all
-	reauthed bool
-	balance  float64 // the budget's, at the last decision
-	cut      error   // the context's error that ended a wait
+	reauthed int           // attempts begun by the time credentials were to run again for UNAUTHENTICATED
+	balance  float64       // the budget's, at the last decision
+	cut      error         // the context's error that ended a wait
 }
 
 // current is what belongs to one attempt. The attempts of a hedged call, which
@@ -478,7 +478,7 @@ func (c *call) facts(err error) facts {
 	f := facts{
 		parentDone: c.ctx.Err() != nil || passed(c.parent, wall),
 		dryRun:     c.method.dryRun,
-		reauthed:   c.reauthed,
+		reauthed:   c.reauthed > 0 && c.number > c.reauthed,
 	}
 	if late := passed(c.cutoff, wall) || c.timedOut; c.work {
 		f.outcome = classifyWork(err, late, c.policy.Codes)
@@ -534,7 +534,7 @@ func (c *call) repeatable() bool {
 // progress begins the count of attempts anew, because the one at hand, of a
 // resumable stream, delivered something.
 func (c *call) progress() {
-	c.counted, c.retries, c.previous, c.reauthed = 1, 0, 0, false
+	c.counted, c.retries, c.previous, c.reauthed = 1, 0, 0, 0
 }
 
 // keep makes room for the attempt in the list, whose last entry gives way once
@@ -573,9 +573,21 @@ func (c *call) advance(f *facts, d decision) {
 	if d.source == DelayPushback {
 		c.retries, c.previous = 0, 0 // gRFC A6: the backoff begins anew
 	}
-	if f.code == codes.Unauthenticated {
-		c.reauthed = true
+	c.reauthenticate()
+}
+
+// reauthenticate notes that credentials run again because of the attempt at hand.
+// It reports false if that is so already because of another one, beside which it
+// ran.
+func (c *call) reauthenticate() bool {
+	if c.last().Code != codes.Unauthenticated {
+		return true
 	}
+	if c.reauthed > 0 && c.number <= c.reauthed {
+		return false
+	}
+	c.reauthed = c.made
+	return true
 }
 
 // tell lets everybody who wants to know hear of the decision. The span event of

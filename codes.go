@@ -346,7 +346,7 @@ type facts struct {
 	stopped     bool        // and one of them was told by the server that there should be no more
 	resume      func() bool // not nil: a committed stream that may go on; asks with what
 	dryRun      bool        // retries are told and not made
-	reauthed    bool        // an UNAUTHENTICATED was already retried in this call
+	reauthed    bool        // the attempt began after an UNAUTHENTICATED was already retried in this call
 	ready       bool        // the channel is READY, so that an unsent attempt did cost somebody
 	hasDeadline bool
 	remaining   time.Duration // of the call's deadline

@@ -118,7 +118,9 @@ func (r *race) run(ctx context.Context, opts []grpc.CallOption, first *entrant) 
 		if c.verdict.last {
 			c.unhedged = ReasonPushbackStop
 		}
-		r.arm(c.verdict.delay)
+		if c.reauthenticate() {
+			r.arm(c.verdict.delay)
+		}
 	}
 }
 
