@@ -15,14 +15,14 @@ func ExampleHedge() {
 	retry, err := grpcretry.New(
 		grpcretry.WithMethodPolicy("testsrv.v1.TestService/Get", grpcretry.Policy{
 			Idempotency: grpcretry.Idempotent,
-			Hedge:       grpcretry.Hedge{MaxAttempts: 3, Quantile: 0.95},
+			Hedge:       grpcretry.Hedge{MaxAttempts: 3, Quantile: 0.9},
 		}),
 	)
 	if err != nil {
 		log.Fatal(err)
 	}
 	fmt.Println(retry.Explain("/testsrv.v1.TestService/Get").Policy.Hedge)
-	// Output: another one when the latest has taken longer than 95% of the method's recent calls
+	// Output: another one when the latest has taken longer than 90% of the method's recent calls
 }
 
 // One reply in twenty is slow, and a single server may be broken.

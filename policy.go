@@ -97,6 +97,11 @@ type Policy struct {
 // context holds the call up. Where the reply is none of protobuf's, and holds a
 // pointer, map or slice when the call is made, no other like it can be made, and
 // the call is not hedged.
+//
+// Calls that were answered before a hedge was due pay for hedges, and one that
+// wins is refunded; see [BudgetConfig]. When a service becomes slow altogether a
+// fixed Delay leaves no such calls, and hedges stop by themselves. A Quantile
+// follows the slow service, and then hedges its tail as before.
 type Hedge struct {
 	// MaxAttempts is the largest number of attempts of one call, the first
 	// included; 0 and 1 do not hedge.
@@ -117,12 +122,14 @@ type Hedge struct {
 	Quantile float64
 	// AtOnce starts all attempts together; it is how Delay 0 is asked for. No
 	// call is then answered before its hedges are due, and such calls are what
-	// pays for hedges: with the default budget only the first few are hedged. A
-	// service that can bear the multiple of its load says so by [WithBudget].
+	// pays for hedges: with the default budget only the first few are hedged. For
+	// a service that can bear the multiple of its load [WithBudget] takes a budget
+	// with a small HedgeCost, or [Unlimited], which takes the bound from retries too.
 	AtOnce bool
 	// NonFatal are the codes after which the other attempts go on and the next
 	// one starts at once, or when the server's hint says; any other failure ends
-	// the call. The zero value is the policy's Codes.
+	// the call. They take the place of the policy's Codes, for attempts that come
+	// one after the other too. The zero value is these Codes.
 	NonFatal CodeSet
 }
 
