@@ -168,7 +168,8 @@ type BudgetConfig struct {
 	// HedgeDeposit is what they earn from a call that was answered before its
 	// hedge was due: 0.5 by default, from 1/64 to HedgeCapacity.
 	HedgeDeposit float64
-	// HedgeCost is what they pay for one hedge: 5 by default, above 0.
+	// HedgeCost is what they pay for one hedge, and get back if that wins: 5 by
+	// default, above 0.
 	HedgeCost float64
 }
 
