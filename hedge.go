@@ -368,9 +368,10 @@ func (m *method) latencies() *latencies {
 	return m.memory.latency.Load()
 }
 
-// measure takes in how long the first attempt took, if e is it. One that lost, or that its own timeout ended, took
-// longer than is known, which is near enough for a quantile that was exceeded.
-// How long the hedges took is left out, because it is the shorter half only.
+// measure takes in how long the first attempt took, if e is it. One that lost, or
+// that its own timeout ended, took longer than is known, which is near enough for
+// a quantile that was exceeded. How long the hedges took is left out, because it
+// is the shorter half only.
 func (r *race) measure(e *entrant) {
 	c := r.call
 	q := c.policy.Hedge.Quantile
