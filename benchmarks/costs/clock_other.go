@@ -4,7 +4,7 @@ package costs
 
 import "time"
 
-// processorTime is the time on the wall, where there is no better clock.
-func processorTime() time.Duration { return time.Since(started) }
+// ProcessorTime is the time on the wall, where there is no better clock.
+func ProcessorTime() time.Duration { return time.Since(started) }
 
 var started = time.Now()

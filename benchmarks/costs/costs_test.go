@@ -43,7 +43,7 @@ func TestMedianInterval(t *testing.T) {
 		for i := range sample {
 			sample[i] = 100 + random.NormFloat64()
 		}
-		got := median(sample, random)
+		got := Median(sample, random)
 		if got.Low > got.Mid || got.Mid > got.High {
 			t.Fatalf("interval %+v is out of order", got)
 		}

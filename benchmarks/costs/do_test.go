@@ -137,7 +137,7 @@ func BenchmarkDoRatio(b *testing.B) {
 	b.ReportMetric(0, "ns/op") // the rounds' own time is of no interest
 	ours := Figure{nanos: entries[0].nanos}
 	for i, x := range entries {
-		at := median(x.nanos, random)
+		at := Median(x.nanos, random)
 		text := fmt.Sprintf("%-10s %4.0f ns (%.0f to %.0f)", all[i].name, at.Mid, at.Low, at.High)
 		if i > 0 {
 			r := ours.Beside(Figure{nanos: x.nanos}, random)

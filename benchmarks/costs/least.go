@@ -35,13 +35,13 @@ func Least(rounds int, batch time.Duration) float64 {
 	var nanos []float64
 	for range rounds {
 		calls, credit := 0, int64(0)
-		before := processorTime()
+		before := ProcessorTime()
 		for end := time.Now().Add(batch); time.Now().Before(end); calls += 1000 {
 			for range 1000 {
 				credit += call()
 			}
 		}
-		nanos = append(nanos, float64(processorTime()-before)/float64(calls))
+		nanos = append(nanos, float64(ProcessorTime()-before)/float64(calls))
 		credits.Add(credit)
 	}
 	slices.Sort(nanos)

@@ -72,9 +72,9 @@ func (c Case) Measure(list []peers.Peer, e Effort, random *rand.Rand) ([]Figure,
 	var figures []Figure
 	for _, x := range entries {
 		f := Figure{Peer: x.peer.Name, Allocs: x.allocs - entries[0].allocs, nanos: x.nanos}
-		f.Nanos = median(f.nanos, random)
-		f.Added = median(pair(f.nanos, entries[0].nanos, func(a, b float64) float64 { return a - b }), random)
-		f.Ratio = median(pair(f.nanos, entries[0].nanos, func(a, b float64) float64 { return a / b }), random)
+		f.Nanos = Median(f.nanos, random)
+		f.Added = Median(pair(f.nanos, entries[0].nanos, func(a, b float64) float64 { return a - b }), random)
+		f.Ratio = Median(pair(f.nanos, entries[0].nanos, func(a, b float64) float64 { return a / b }), random)
 		figures = append(figures, f)
 	}
 	return figures, nil
@@ -102,17 +102,17 @@ func (c Case) round(x *entry) error {
 	if err := x.runner.Run(x.batch/10 + 1); err != nil { // to warm up
 		return err
 	}
-	start := processorTime()
+	start := ProcessorTime()
 	if err := x.runner.Run(x.batch); err != nil {
 		return err
 	}
-	x.nanos = append(x.nanos, float64(processorTime()-start)/float64(x.runner.calls(x.batch)))
+	x.nanos = append(x.nanos, float64(ProcessorTime()-start)/float64(x.runner.calls(x.batch)))
 	return nil
 }
 
 // Beside is the ratio of f to g, taken round by round.
 func (f Figure) Beside(g Figure, random *rand.Rand) Interval {
-	return median(pair(f.nanos, g.nanos, func(a, b float64) float64 { return a / b }), random)
+	return Median(pair(f.nanos, g.nanos, func(a, b float64) float64 { return a / b }), random)
 }
 
 // calls is how many Run(n) makes.
@@ -160,9 +160,9 @@ func pair(a, b []float64, f func(a, b float64) float64) []float64 {
 	return out
 }
 
-// median is the median of the sample with a bootstrap interval (percentiles,
+// Median is the median of the sample with a bootstrap interval (percentiles,
 // 2000 resamples).
-func median(sample []float64, random *rand.Rand) Interval {
+func Median(sample []float64, random *rand.Rand) Interval {
 	const resamples = 2000
 	medians := make([]float64, resamples)
 	resample := make([]float64, len(sample))

@@ -8,11 +8,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math"
 	"math/rand/v2"
 	"net"
 	"runtime"
-	"slices"
 	"sync/atomic"
 	"time"
 
@@ -22,6 +20,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/grpc/test/bufconn"
 
+	"example.com/grpcretry/benchmarks/costs"
 	"example.com/grpcretry/benchmarks/peers"
 	"example.com/grpcretry/internal/testsrv/testpb"
 )
@@ -57,12 +56,9 @@ var Cases = []Case{
 // Figure is what a case costs through one peer.
 type Figure struct {
 	Case, Peer string
-	Micros     Interval // of processor time for each stream
-	Ratio      Interval // to none in the same round
+	Micros     costs.Interval // of processor time for each stream
+	Ratio      costs.Interval // to none in the same round
 }
-
-// Interval is a median and the bounds between which it lies with 95% certainty.
-type Interval struct{ Mid, Low, High float64 }
 
 // Measure runs the case through every peer, in turn and in an order that is
 // drawn anew for each round, with a connection of its own for each batch. A batch
@@ -92,7 +88,7 @@ func (c Case) Measure(ctx context.Context, rounds int, batch time.Duration, rand
 		for r := range rounds {
 			micros[r], ratios[r] = nanos[i][r]/1000, nanos[i][r]/nanos[0][r]
 		}
-		figures = append(figures, Figure{Case: c.Name, Peer: p.Name, Micros: median(micros, random), Ratio: median(ratios, random)})
+		figures = append(figures, Figure{Case: c.Name, Peer: p.Name, Micros: costs.Median(micros, random), Ratio: costs.Median(ratios, random)})
 	}
 	return figures, nil
 }
@@ -108,12 +104,12 @@ func (c Case) batch(ctx context.Context, p peers.Peer, length time.Duration) (fl
 		return 0, err
 	}
 	runtime.GC() // what the batch before left is no cost of this one
-	start := processorTime()
+	start := costs.ProcessorTime()
 	for n := 1; ; n++ {
 		if err := c.once(ctx, client, p); err != nil {
 			return 0, err
 		}
-		if d := processorTime() - start; d >= length {
+		if d := costs.ProcessorTime() - start; d >= length {
 			return float64(d) / float64(n), nil
 		}
 	}
@@ -267,27 +263,4 @@ func (p *plain) Store(stream grpc.ClientStreamingServer[testpb.Request, testpb.R
 			return err
 		}
 	}
-}
-
-// median is the median of the sample with a bootstrap interval (percentiles,
-// 2000 resamples).
-func median(sample []float64, random *rand.Rand) Interval {
-	const resamples = 2000
-	medians, resample := make([]float64, resamples), make([]float64, len(sample))
-	for i := range medians {
-		for j := range resample {
-			resample[j] = sample[random.IntN(len(sample))]
-		}
-		medians[i] = middle(resample)
-	}
-	slices.Sort(medians)
-	at := func(share float64) float64 { return medians[int(math.Round(share*(resamples-1)))] }
-	return Interval{Mid: middle(slices.Clone(sample)), Low: at(0.025), High: at(0.975)}
-}
-
-// middle is the median; it sorts its argument.
-func middle(s []float64) float64 {
-	slices.Sort(s)
-	n := len(s)
-	return (s[(n-1)/2] + s[n/2]) / 2
 }

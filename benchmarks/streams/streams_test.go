@@ -8,6 +8,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"example.com/grpcretry/benchmarks/costs"
 	"example.com/grpcretry/benchmarks/peers"
 )
 
@@ -56,7 +57,7 @@ func TestMeasure(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if len(figures) != len(Peers) || figures[0].Peer != peers.None || figures[0].Ratio != (Interval{1, 1, 1}) {
+	if len(figures) != len(Peers) || figures[0].Peer != peers.None || figures[0].Ratio != (costs.Interval{Mid: 1, Low: 1, High: 1}) {
 		t.Errorf("figures %+v, want those of none first, with a ratio of 1", figures)
 	}
 	for _, f := range figures {

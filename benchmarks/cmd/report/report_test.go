@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"example.com/grpcretry/benchmarks/behaviour"
+	"example.com/grpcretry/benchmarks/costs"
 	"example.com/grpcretry/benchmarks/peers"
 	"example.com/grpcretry/benchmarks/streams"
 )
@@ -54,7 +55,7 @@ func sample() *page {
 	}
 	for _, c := range streams.Cases {
 		for _, peer := range streams.Peers {
-			p.streams = append(p.streams, streams.Figure{Case: c.Name, Peer: peer.Name, Ratio: streams.Interval{Mid: 1, Low: 0.9, High: 1.1}})
+			p.streams = append(p.streams, streams.Figure{Case: c.Name, Peer: peer.Name, Ratio: costs.Interval{Mid: 1, Low: 0.9, High: 1.1}})
 		}
 	}
 	return p
