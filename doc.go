@@ -63,6 +63,14 @@
 // more was sent than Policy.ReplayBytes keeps. A server stream can go on after
 // that, from where it broke off, if the caller says how: see [WithResume].
 //
+// # Hedging
+//
+// A policy with a [Hedge] makes another attempt while the first still runs, takes
+// the first good answer and cancels the rest, for unary calls and, until their
+// first message, server streams of idempotent methods. Every attempt has a reply
+// and call options of its own. Hedges are paid for by calls that were answered
+// before one was due, from funds that retries do not touch.
+//
 // # Services that call services
 //
 // Where each tier of a system retries, their attempts multiply while the last one
